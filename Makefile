@@ -1,0 +1,122 @@
+# `make demo` and `make test` do all their own set-up in .venv. `make help` lists the rest.
+#
+# PYTHON       the Python that .venv is made with (3.11 or newer, with venv and headers)
+# CXX          the C++ compiler that torch.compile calls at run time
+# TORCH_INDEX  another package index for torch alone, empty for pip's own. On Linux pip's own
+#              index may serve torch with several GB of CUDA libraries; without an NVIDIA GPU,
+#              give an index that has the CPU build: make test TORCH_INDEX=<index URL>
+#              It counts when torch is installed; to change it later, remove .venv first.
+PYTHON ?= python3
+CXX ?= g++
+TORCH_INDEX ?=
+export CXX
+
+FOLDERS = engine graphs kernels capture configs
+BIN = .venv/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+# What an earlier call made is what counts: its Python may have been another than today's PYTHON.
+CHECKED_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow packaging bench check typing wheel setup clean check-machine
+
+help:
+	@echo "make demo        set up, capture the grid of the embedded model, decode three prompts"
+	@echo "make test        set up and run the tests"
+	@echo "make slow        the tests that take minutes"
+	@echo "make packaging   the tests that build the wheel"
+	@echo "make check       ruff and mypy"
+	@echo "make typing      links that let type checkers and editors see decodegrid.<folder>"
+	@echo "make bench       the decode benchmark, as ratios"
+	@echo "make wheel       dist/*.tar.gz and dist/*.whl"
+	@echo "make setup       only the set-up for tests and checks"
+	@echo "make clean       remove builds and caches (.venv stays)"
+	@echo "variables: PYTHON=$(PYTHON) CXX=$(CXX) TORCH_INDEX=$(TORCH_INDEX)"
+
+demo: .venv/.ready-run
+	$(BIN)/python -m decodegrid generate --config configs/tiny.yaml \
+	  "Once upon a time, in a small village by the sea," \
+	  "Write a JSON object with a name, an age and a city." \
+	  "Three tips for a good night's sleep:"
+
+test: .venv/.ready-dev
+	$(BIN)/python -m pytest -q
+
+slow: .venv/.ready-dev
+	$(BIN)/python -m pytest -q -m slow
+
+packaging: .venv/.ready-dev
+	$(BIN)/python -m pytest -q -m packaging
+
+bench: .venv/.ready-run
+	$(BIN)/python -m benchmarks.decode
+
+check: .venv/.ready-dev typing
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+typing:  # a link farm that lets type checkers and editors see decodegrid.<folder>
+	@mkdir -p build/typing/decodegrid
+	@for d in $(FOLDERS); do ln -sfn ../../../$$d build/typing/decodegrid/$$d; done
+	@for f in __init__.py __main__.py py.typed; do \
+	  ln -sf ../../../decodegrid/$$f build/typing/decodegrid/$$f; done
+
+wheel: .venv/.ready-dev  # through the sdist, so that no stale build/lib is shipped
+	rm -rf build/lib build/bdist.* dist *.egg-info
+	$(BIN)/python -c "import setuptools.build_meta as b; print(b.build_sdist('dist'))"
+	$(PIP) wheel --no-deps --no-build-isolation -w dist dist/*.tar.gz
+
+clean:
+	rm -rf build/lib build/bdist.* build/typing dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .decodegrid_cache
+	find $(FOLDERS) decodegrid tests benchmarks training -name __pycache__ -prune -exec rm -rf {} + \
+	  2>/dev/null || true
+
+setup: .venv/.ready-dev
+
+# One line for each thing that is missing, all of them at once.
+define MACHINE_CHECK
+import sys, sysconfig, importlib.util, pathlib
+version = sys.version.split()[0]
+if sys.version_info < (3, 11):
+    print(f"error: {sys.executable} is Python {version}; 3.11 or newer is needed (PYTHON=...)")
+    sys.exit(1)
+missing = [m for m in ("venv", "ensurepip") if importlib.util.find_spec(m) is None]
+if missing:
+    print(f"error: {sys.executable} lacks the module {missing[0]} (Debian: python3-venv)")
+header = pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h"
+if not header.is_file():
+    print(f"error: the headers of Python {version} are missing: {header} (Debian: python3-dev)")
+sys.exit(bool(missing) or not header.is_file())
+endef
+export MACHINE_CHECK
+
+check-machine:
+	@status=0; \
+	if ! command -v $(firstword $(CXX)) >/dev/null 2>&1; then \
+	  echo "error: no C++ compiler: $(CXX) is not found (Debian: g++; another one: CXX=...)" >&2; \
+	  status=1; \
+	fi; \
+	if ! command -v $(CHECKED_PYTHON) >/dev/null 2>&1; then \
+	  echo "error: no Python: $(CHECKED_PYTHON) is not found (another one: PYTHON=...)" >&2; \
+	  status=1; \
+	else \
+	  $(CHECKED_PYTHON) -c "$$MACHINE_CHECK" >&2 || status=1; \
+	fi; \
+	exit $$status
+
+# torch comes first and alone, so that TORCH_INDEX is asked for nothing else.
+.venv/.ready-torch: constraints.txt | check-machine
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	@echo "installing torch (a large download)"
+	$(PIP) install -q -c constraints.txt \
+	  $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
+	$(PIP) install -q -c constraints.txt torch setuptools
+	@touch $@
+
+.venv/.ready-run: .venv/.ready-torch pyproject.toml | check-machine
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+.venv/.ready-dev: .venv/.ready-run | check-machine
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,cross-check]'
+	@touch $@

@@ -1,0 +1,85 @@
+"""The small interface that every device back end has, and the driver that captures a grid through it.
+
+Owns the names `CapturedGraph` and `CaptureBackend`, the order of captures, and their count, phase and progress.
+Does not own a device's way to capture. Data flow: a grid, a back end and a maker of steps go in, a look-up
+table from keys to captured graphs comes out.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol, TypeVar
+
+from decodegrid.capture.counters import CaptureCounters
+from decodegrid.capture.phases import PhaseClock, Progress
+
+Step = Callable[[], None]
+"""A step bound to its static buffers: no arguments, no result, no host decision that a replay may change."""
+
+
+class CapturedGraph(Protocol):
+    """One captured step."""
+
+    @property
+    def key(self) -> Hashable:
+        """What the graph was captured for."""
+        ...
+
+    @property
+    def num_nodes(self) -> int:
+        """Entries of the captured program; 0 where the device does not tell."""
+        ...
+
+    def replay(self) -> None:
+        """Run the captured step on what its static buffers hold now."""
+        ...
+
+
+class CaptureBackend(Protocol):
+    """A device's way to capture steps."""
+
+    def capture(self, key: Hashable, step: Step) -> CapturedGraph:
+        """Run the step at least once and capture it; its side effects on state really happen.
+
+        Raises:
+            ValueError: the step does something that a replay would not repeat.
+        """
+        ...
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def capture_all(
+    keys: Sequence[Key],
+    backend: CaptureBackend,
+    make_step: Callable[[Key], Step],
+    counters: CaptureCounters,
+    clock: PhaseClock | None = None,
+    progress: Progress | None = None,
+) -> dict[Key, CapturedGraph]:
+    """Capture one graph per key, in the order given, and count them against the plan.
+
+    Args:
+        keys: largest first (`Grid.capture_order`), so that a shared pool never has to grow.
+        backend: the device's back end.
+        make_step: binds the step function to the static buffers of a key.
+        counters: gets len(keys) planned captures and one capture per key.
+        clock: books the phase "capture"; None books nothing.
+        progress: advanced once per key; None shows nothing.
+
+    Returns:
+        Captured graphs by key.
+    """
+    counters.planned_captures += len(keys)
+    graphs: dict[Key, CapturedGraph] = {}
+    for key in keys:
+        if progress is not None:
+            progress.describe(f"capture {key}")
+        if clock is None:
+            graphs[key] = backend.capture(key, make_step(key))
+        else:
+            with clock.phase("capture"):
+                graphs[key] = backend.capture(key, make_step(key))
+        counters.num_captured += 1
+        if progress is not None:
+            progress.advance()
+    return graphs

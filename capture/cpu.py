@@ -1,0 +1,62 @@
+"""Capture and replay on the CPU: a flat list of compiled regions bound to static buffers.
+
+Owns the replay loop. Does not own compilation (`decodegrid.capture.compile`) or the rules of recording
+(`decodegrid.capture.program`). Data flow: a step runs once under a recorder; the recorded calls become a
+`CpuGraph`; each replay makes the same calls with the same tensors and nothing in between.
+"""
+
+from collections.abc import Hashable
+
+import torch
+
+from decodegrid.capture.backend import Step
+from decodegrid.capture.compile import RegionCompiler
+from decodegrid.capture.program import Program, ProgramRecorder
+
+
+class CpuGraph:
+    """A captured step on the CPU."""
+
+    __slots__ = ("_program", "key")
+
+    def __init__(self, key: Hashable, program: Program) -> None:
+        self.key = key
+        self._program = tuple(program)
+
+    @property
+    def num_nodes(self) -> int:
+        """Regions and opaque calls in the program."""
+        return len(self._program)
+
+    def replay(self) -> None:
+        """Run the program on what its static buffers hold now."""
+        with torch.no_grad():
+            # Compiled code empties the list it is given to free its arguments early, so each call gets a copy.
+            for function, args in self._program:
+                function(args[:])
+
+
+class CpuBackend:
+    """Captures steps that call the regions and opaque calls of one compiler."""
+
+    __slots__ = ("_compiler",)
+
+    def __init__(self, compiler: RegionCompiler) -> None:
+        self._compiler = compiler
+
+    def capture(self, key: Hashable, step: Step) -> CpuGraph:
+        """Run the step once under a recorder and keep the calls that it made.
+
+        Regions that were not called before are compiled on the way. The state that the step writes is really
+        written.
+
+        Raises:
+            StrayOpError: a tensor operation other than a view ran outside of a region; names it.
+            ValueError: the step made no call at all.
+        """
+        recorder = ProgramRecorder()
+        with torch.no_grad(), self._compiler.recording(recorder):
+            step()
+        if not recorder.program:
+            raise ValueError(f"the step for {key} called no region of this compiler")
+        return CpuGraph(key, recorder.program)

@@ -1,0 +1,262 @@
+"""The schema of a deployment: sections, fields, bounds and the rules between fields.
+
+Owns what a deployment may say and the numbers that follow from it; does not own files, line
+numbers or overrides (configs/load.py) and reads no environment. Data flow: configs/load.py turns
+YAML into a plain mapping, this schema checks it, every other folder reads the frozen result.
+"""
+
+from itertools import pairwise
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_verify_tokens(value: object) -> object:
+    """One message for the union, where pydantic would report each of its branches."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value != "all" and not is_count:
+        raise ValueError('must be "all" or a whole number >= 1')
+    return value
+
+
+def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    for left, right in pairwise(values):
+        if left >= right:
+            raise ValueError(f"must be ascending without repeats; {right} follows {left}")
+    return values
+
+
+ChunkSizes = Annotated[
+    tuple[Annotated[int, Field(ge=2, le=65536)], ...],
+    BeforeValidator(_as_tuple),
+    AfterValidator(_ascending),
+    Field(min_length=1),
+]
+GridSizes = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...],
+    BeforeValidator(_as_tuple),
+    AfterValidator(_ascending),
+]
+
+
+class CrossFieldError(ValueError):
+    """Fields that are legal alone and contradict each other.
+
+    `problems` holds (dotted key of the field to change, message) pairs; the messages name every
+    field that takes part, and its value.
+    """
+
+    def __init__(self, problems: tuple[tuple[str, str], ...]) -> None:
+        super().__init__("; ".join(f"{key}: {message}" for key, message in problems))
+        self.problems = problems
+
+
+class Section(BaseModel):
+    """What all sections share: no coercion, no change after load, no unknown key."""
+
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class ModelSection(Section):
+    """The checkpoint, and where and how it computes."""
+
+    checkpoint: Annotated[str, Field(min_length=1)] = "tiny"
+    """"tiny" for the embedded model, else a checkpoint directory, relative to the YAML file."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device of weights, state and steps."""
+
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of weights and activations; what must be wider stays wider."""
+
+    num_threads: Annotated[int, Field(ge=1, le=256)] = 2
+    """CPU threads of one step, 1 to 256."""
+
+
+class SchedulerSection(Section):
+    """Admission, prefill chunks and their order."""
+
+    max_num_reqs: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Most requests that decode at once, 1 to 1024; as many slots are allocated."""
+
+    max_model_len: Annotated[int, Field(ge=2, le=1048576)] = 4096
+    """Most tokens of one request, prompt and output together, 2 to 1048576."""
+
+    prefill_chunk_sizes: ChunkSizes = (16, 64, 256)
+    """Captured prefill sizes in tokens, ascending, each 2 to 65536; a chunk is padded upwards."""
+
+    decode_steps_per_prefill_chunk: Annotated[int, Field(ge=1, le=1000)] = 4
+    """A waiting prompt gets a chunk at least every so many decode steps, 1 to 1000."""
+
+
+class CacheSection(Section):
+    """The paged pool of compressed entries and index keys."""
+
+    block_size: Annotated[int, Field(ge=2, le=1024)] = 64
+    """Tokens of text that one block covers, even, 2 to 1024."""
+
+    num_blocks: Annotated[int, Field(ge=0)] = 0
+    """Blocks in the pool with the null block, at least 2; 0 for as many as `max_num_reqs`
+    requests of `max_model_len` tokens need."""
+
+    @field_validator("block_size")
+    @classmethod
+    def _even(cls, value: int) -> int:
+        if value % 2:
+            raise ValueError("must be even")
+        return value
+
+    @field_validator("num_blocks")
+    @classmethod
+    def _room_beside_null_block(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("must be 0 (sized by need) or at least 2 (block 0 is the null block)")
+        return value
+
+
+class SpeculationSection(Section):
+    """Drafts and their verification."""
+
+    num_draft_tokens: Annotated[int, Field(ge=0, le=16)] = 5
+    """Drafts offered for each request and step, K, 0 to 16; 0 decodes without a drafter."""
+
+    verify_tokens: Annotated[
+        Literal["all"] | Annotated[int, Field(ge=1)], BeforeValidator(_check_verify_tokens)
+    ] = "all"
+    """Most query tokens verified in one step over all its requests, 1 to max_num_reqs * (K + 1);
+    each request keeps its one token below that too. "all" verifies every draft."""
+
+
+class GridSection(Section):
+    """Which (B requests, Q query tokens) pairs are captured: Q is B times each entry."""
+
+    num_reqs: GridSizes = ()
+    """Captured B, ascending, the last one `max_num_reqs`; empty for the powers of two below
+    `max_num_reqs`, and `max_num_reqs`."""
+
+    num_query_tokens_per_req: GridSizes = ()
+    """Captured Q / B, ascending, the last one K + 1; empty for 1 to K + 1."""
+
+
+class CompileSection(Section):
+    """How the regions of a step are compiled."""
+
+    backend: Literal["inductor", "eager"] = "inductor"
+    """"inductor" for speed; "eager" traces without a code generator, for tests."""
+
+    cache_dir: str = ""
+    """Directory of compile caches, relative to the YAML file; empty for a per-user one."""
+
+    progress: bool = True
+    """Whether compilation and capture draw a progress bar on standard error."""
+
+
+class SamplingSection(Section):
+    """What the command line samples with where its flags say nothing."""
+
+    temperature: Annotated[float, Field(ge=0.0)] = 0.7
+    """Divides the logits, at least 0; 0 takes the most probable token."""
+
+    max_tokens: Annotated[int, Field(ge=1)] = 128
+    """Most tokens to emit for a prompt, at least 1."""
+
+
+class DeploymentConfig(Section):
+    """One deployment. Raises pydantic.ValidationError; configs/load.py adds file and line."""
+
+    schema_version: Annotated[int, Field(ge=1, le=1)] = 1
+    """Version of this schema, 1."""
+
+    model: ModelSection = ModelSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    cache: CacheSection = CacheSection()
+    speculation: SpeculationSection = SpeculationSection()
+    grid: GridSection = GridSection()
+    compile: CompileSection = CompileSection()
+    sampling: SamplingSection = SamplingSection()
+
+    @property
+    def max_query_tokens_per_req(self) -> int:
+        """K + 1: the drafts of a request and the token before them."""
+        return self.speculation.num_draft_tokens + 1
+
+    @property
+    def max_num_query_tokens(self) -> int:
+        """Query tokens of the largest pair, max_num_reqs * (K + 1)."""
+        return self.scheduler.max_num_reqs * self.max_query_tokens_per_req
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, the null block included, with 0 resolved."""
+        if self.cache.num_blocks:
+            return self.cache.num_blocks
+        per_request = -(-self.scheduler.max_model_len // self.cache.block_size)
+        return self.scheduler.max_num_reqs * per_request + 1
+
+    @property
+    def grid_num_reqs(self) -> tuple[int, ...]:
+        """Captured numbers of requests B, ascending, with the empty list resolved."""
+        largest = self.scheduler.max_num_reqs
+        powers = tuple(1 << i for i in range(largest.bit_length()) if 1 << i < largest)
+        return self.grid.num_reqs or (*powers, largest)
+
+    @property
+    def grid_num_query_tokens_per_req(self) -> tuple[int, ...]:
+        """Captured query tokens for each request, ascending, with the empty list resolved."""
+        return self.grid.num_query_tokens_per_req or tuple(
+            range(1, self.max_query_tokens_per_req + 1)
+        )
+
+    @model_validator(mode="after")
+    def _check_across_sections(self) -> Self:
+        problems = []
+        reqs, per_req = self.grid.num_reqs, self.grid.num_query_tokens_per_req
+        max_num_reqs, drafts = self.scheduler.max_num_reqs, self.speculation.num_draft_tokens
+        if reqs and reqs[-1] != max_num_reqs:
+            problems.append(
+                (
+                    "grid.num_reqs",
+                    f"must end with scheduler.max_num_reqs = {max_num_reqs}, so that the "
+                    f"largest batch has a graph, got {list(reqs)}",
+                )
+            )
+        if per_req and per_req[-1] != drafts + 1:
+            problems.append(
+                (
+                    "grid.num_query_tokens_per_req",
+                    f"must end with {drafts + 1}, speculation.num_draft_tokens = {drafts} plus "
+                    f"one, so that the largest batch has a graph, got {list(per_req)}",
+                )
+            )
+        verify = self.speculation.verify_tokens
+        if verify != "all" and verify > self.max_num_query_tokens:
+            problems.append(
+                (
+                    "speculation.verify_tokens",
+                    f"must be at most {self.max_num_query_tokens}, scheduler.max_num_reqs = "
+                    f"{max_num_reqs} times (speculation.num_draft_tokens = {drafts} plus one), "
+                    f"got {verify}",
+                )
+            )
+        if problems:
+            raise CrossFieldError(tuple(problems))
+        return self

@@ -1,0 +1,196 @@
+"""From a deployment to a ready runner: load, allocate, compile, capture, check.
+
+Owns the order of start-up and its phase table. Data flow: config -> model -> packed weights, state
+and buffers -> regions -> one captured graph per pair and prefill size -> Runner.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from decodegrid.capture.backend import CaptureBackend, CapturedGraph, Step, capture_all
+from decodegrid.capture.compile import Backend, CompileOptions, RegionCompiler
+from decodegrid.capture.counters import CaptureCounters
+from decodegrid.capture.cpu import CpuBackend
+from decodegrid.capture.cuda import CudaBackend
+from decodegrid.capture.grid import Grid, GraphKey, build_grid
+from decodegrid.capture.phases import PhaseClock, Progress
+from decodegrid.configs.load import LoadedConfig
+from decodegrid.engine.runner import PrefillKey, Runner
+from decodegrid.graphs.checkpoint import load_model
+from decodegrid.graphs.decode_step import decode_step
+from decodegrid.graphs.drafter import DraftModel
+from decodegrid.graphs.model_config import ModelConfig
+from decodegrid.graphs.prefill_step import prefill_step
+from decodegrid.graphs.regions import RegionTable, build_regions
+from decodegrid.graphs.state import Capacity, allocate_state
+from decodegrid.graphs.step_buffers import StepBuffers, allocate_buffers
+from decodegrid.graphs.step_weights import pack_weights
+from decodegrid.graphs.target_step import StepModel
+
+DTYPES = MappingProxyType(
+    {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+)
+
+MAX_NGRAM = 4
+"""Slot state holds three earlier tokens, which serves n-grams of up to four."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """What start-up needs beside the model."""
+
+    capacity: Capacity
+    grid: Grid
+    prefill_chunk_sizes: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    compile_options: CompileOptions
+    draft_temperatures: tuple[float, ...]
+    """Divisors of the confidence logits, one per draft."""
+    show_progress: bool
+
+
+def check_model(config: ModelConfig, capacity: Capacity) -> None:
+    """Refuse deployments that this model cannot serve, naming both sides."""
+    if config.engram_layer_ids and config.engram_max_ngram_size > MAX_NGRAM:
+        raise ValueError(
+            f"engram_max_ngram_size is {config.engram_max_ngram_size}; at most {MAX_NGRAM} is supported"
+        )
+    if capacity.num_draft_tokens > 0 and config.num_nextn_predict_layers == 0:
+        raise ValueError(
+            f"speculation.num_draft_tokens is {capacity.num_draft_tokens}, but the checkpoint has "
+            "no drafter (num_nextn_predict_layers is 0)"
+        )
+    if capacity.num_draft_tokens > config.dspark_block_size:
+        raise ValueError(
+            f"speculation.num_draft_tokens is {capacity.num_draft_tokens}; the drafter's "
+            f"dspark_block_size allows at most {config.dspark_block_size}"
+        )
+    if capacity.max_model_len > config.max_position_embeddings:
+        raise ValueError(
+            f"scheduler.max_model_len is {capacity.max_model_len}; the checkpoint's "
+            f"max_position_embeddings is {config.max_position_embeddings}"
+        )
+
+
+def make_regions(
+    config: ModelConfig, capacity: Capacity, compiler: RegionCompiler, backend: Backend
+) -> RegionTable:
+    """Every region of the deployment through the compiler."""
+    specs = build_regions(config, capacity, unrolled=backend == "inductor")
+    return RegionTable(
+        {
+            name: compiler.opaque(item.function)
+            if item.opaque
+            else compiler.region(item.function, item.dynamic, name=name, variants=item.variants)
+            for name, item in specs.items()
+        }
+    )
+
+
+def capture_graphs(
+    model: StepModel,
+    buffers: StepBuffers,
+    regions: RegionTable,
+    options: RunnerOptions,
+    backend: CaptureBackend,
+    counters: CaptureCounters,
+    clock: PhaseClock,
+    progress: Progress | None,
+) -> tuple[dict[GraphKey, CapturedGraph], dict[int, CapturedGraph]]:
+    """Capture every prefill size and every pair of the grid, largest first.
+
+    Rows stay at slot 0 meanwhile, so that capture writes null rows only.
+    """
+    wide = torch.promote_types(options.dtype, torch.float32)
+    temperatures = torch.tensor(options.draft_temperatures, dtype=wide, device=options.device)
+
+    def make_prefill(key: PrefillKey) -> Step:
+        return lambda: prefill_step(regions, model, buffers, key.num_tokens)
+
+    def make_decode(key: GraphKey) -> Step:
+        return lambda: decode_step(
+            regions, model, buffers, temperatures, key.num_reqs, key.num_query_tokens
+        )
+
+    sizes = [PrefillKey(size) for size in sorted(options.prefill_chunk_sizes, reverse=True)]
+    prefill = capture_all(sizes, backend, make_prefill, counters, clock, progress)
+    order = options.grid.capture_order()
+    decode = capture_all(order, backend, make_decode, counters, clock, progress)
+    return decode, {key.num_tokens: graph for key, graph in prefill.items()}
+
+
+def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) -> Runner:
+    """A ready runner for a loaded model; both counters equal their plans when it returns."""
+    config, capacity = model.config, options.capacity
+    check_model(config, capacity)
+    options.grid.check_coverage()
+    with clock.phase("allocate"), torch.no_grad():
+        weights = pack_weights(model, with_drafter=capacity.num_draft_tokens > 0)
+        state = allocate_state(config, capacity, options.dtype, options.device)
+        chunk = max(options.prefill_chunk_sizes)
+        buffers = allocate_buffers(config, capacity, chunk, options.dtype, options.device)
+        step_model = StepModel(config, weights, state)
+    counters = CaptureCounters()
+    compiler = RegionCompiler(options.compile_options, counters, clock)
+    regions = make_regions(config, capacity, compiler, options.compile_options.backend)
+    backend: CaptureBackend = (
+        CudaBackend() if options.device == "cuda" else CpuBackend(compiler)
+    )
+    progress = None
+    if options.show_progress:
+        graphs = len(options.grid) + len(options.prefill_chunk_sizes)
+        progress = Progress(counters.planned_compilations + graphs)
+        compiler.progress = progress
+    try:
+        decode, prefill = capture_graphs(
+            step_model, buffers, regions, options, backend, counters, clock, progress
+        )
+    finally:
+        if progress is not None:
+            progress.close()
+    compiler.freeze()
+    counters.declare_ready()
+    return Runner(step_model, buffers, options.grid, decode, prefill, counters)
+
+
+def build_runner(loaded: LoadedConfig) -> Runner:
+    """A ready runner for a loaded deployment.
+
+    Raises ValueError (or a subclass) for a checkpoint or a setting that cannot be used.
+    """
+    config = loaded.config
+    dtype = DTYPES[config.model.dtype]
+    clock = PhaseClock()
+    torch.set_num_threads(config.model.num_threads)
+    with clock.phase("load"):
+        model = load_model(loaded.checkpoint_dir, config.model.device, dtype)
+    drafts = config.speculation.num_draft_tokens
+    capacity = Capacity(
+        config.scheduler.max_num_reqs + 1,
+        config.num_blocks,
+        config.cache.block_size,
+        config.scheduler.max_model_len,
+        drafts,
+    )
+    grid = build_grid(
+        config.scheduler.max_num_reqs,
+        drafts,
+        config.grid.num_reqs,
+        config.grid.num_query_tokens_per_req,
+    )
+    options = RunnerOptions(
+        capacity=capacity,
+        grid=grid,
+        prefill_chunk_sizes=config.scheduler.prefill_chunk_sizes,
+        dtype=dtype,
+        device=config.model.device,
+        compile_options=CompileOptions(
+            config.compile.backend, loaded.cache_dir, config.model.num_threads
+        ),
+        draft_temperatures=(1.0,) * max(drafts, 1),
+        show_progress=config.compile.progress,
+    )
+    return make_runner(model, options, clock)

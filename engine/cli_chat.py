@@ -1,0 +1,91 @@
+"""`decodegrid chat`: a conversation on the terminal or through a pipe.
+
+Owns the history and the commands /clear and /exit. The V4.1 chat frame is the tokenizer's.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from decodegrid.configs.load import LoadedConfig
+from decodegrid.engine.cli_options import (
+    add_config_options,
+    add_sampling_options,
+    load_from_options,
+    sampling_from_options,
+)
+from decodegrid.engine.llm import LLM
+from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.sampling_params import SamplingParams
+from decodegrid.engine.tokenizer import ChatMessage
+
+_HELP = "/clear forgets the conversation, /exit (or end of input) leaves"
+
+
+def add_chat_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk with the model",
+        description=f"One line a turn; {_HELP}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_config_options(parser)
+    add_sampling_options(parser)
+    parser.set_defaults(run=_chat)
+
+
+def _chat(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -> int:
+    loaded = load_from_options(args)
+    params = sampling_from_options(args, loaded)
+    opening = [] if args.system is None else [ChatMessage("system", args.system)]
+    llm = build_llm(loaded)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(_HELP, file=sys.stderr)
+    messages = list(opening)
+    try:
+        while (line := _read_line(interactive)) is not None and line != "/exit":
+            if line == "/clear":
+                messages = list(opening)
+            elif line:
+                _take_turn(llm, messages, line, params, interactive)
+    finally:
+        if not args.no_report and llm.stats.num_decode_steps:
+            print(llm.stats.report(), file=sys.stderr)
+    return 0
+
+
+def _read_line(interactive: bool) -> str | None:
+    """The next line without its end, or None at the end of input."""
+    if interactive:
+        sys.stdout.write("> ")
+        sys.stdout.flush()
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+def _take_turn(
+    llm: LLM, messages: list[ChatMessage], line: str, params: SamplingParams, interactive: bool
+) -> None:
+    """Answer one line and write both turns to messages.
+
+    A turn that cannot be served leaves messages as they were: on a terminal the error is printed
+    and the talk goes on, through a pipe it is raised.
+    """
+    question = ChatMessage("user", line)
+    answer: list[str] = []
+    try:
+        pieces = llm.stream([llm.tokenizer.encode_chat([*messages, question])], params)
+    except RequestError as error:
+        if not interactive:
+            raise
+        print(f"decodegrid: error: {error}; /clear starts over", file=sys.stderr)
+        return
+    for piece in pieces:
+        answer.append(piece.text)
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    messages += [question, ChatMessage("assistant", "".join(answer))]

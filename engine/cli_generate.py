@@ -1,0 +1,115 @@
+"""`decodegrid generate`: prompts from arguments, a file or standard input; text on the screen.
+
+Owns where prompts come from and how several outputs share one screen: the first unfinished prompt
+streams, the later ones are held until their turn. Text comes in whole characters from the LLM.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from decodegrid.configs.load import LoadedConfig
+from decodegrid.engine.cli_options import (
+    add_config_options,
+    add_sampling_options,
+    load_from_options,
+    sampling_from_options,
+)
+from decodegrid.engine.llm import LLM
+from decodegrid.engine.request import StreamOutput
+from decodegrid.engine.request_error import RequestError
+
+_HEADING_WIDTH = 60
+
+
+def add_generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts",
+        description="Continue prompts given as arguments, in a file, or on standard input (the "
+        "whole of it is one prompt).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument(
+        "--prompts-file", type=Path, metavar="FILE", help="one prompt a line; empty lines skipped"
+    )
+    add_config_options(parser)
+    add_sampling_options(parser)
+    parser.set_defaults(run=_generate)
+
+
+def _generate(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -> int:
+    loaded = load_from_options(args)
+    params = sampling_from_options(args, loaded)
+    prompts = _read_prompts(args)
+    llm = build_llm(loaded)
+    try:
+        _print_outputs(llm.stream(prompts, params), prompts)
+    finally:
+        if not args.no_report and llm.stats.num_decode_steps:
+            print(llm.stats.report(), file=sys.stderr)
+    return 0
+
+
+def _read_prompts(args: argparse.Namespace) -> list[str]:
+    """Raises RequestError when there is none, OSError or ValueError for the file."""
+    if args.prompts and args.prompts_file is not None:
+        raise RequestError("prompts are given as arguments and in --prompts-file; choose one")
+    if args.prompts_file is not None:
+        text = _decode(str(args.prompts_file), args.prompts_file.read_bytes())
+        prompts = [line for line in text.splitlines() if line.strip()]
+        if not prompts:
+            raise RequestError(f"{args.prompts_file}: no prompt in it")
+        return prompts
+    if args.prompts:
+        return list(args.prompts)
+    if sys.stdin.isatty():
+        raise RequestError("no prompt: give one as an argument, in --prompts-file, or on stdin")
+    prompt = _decode("standard input", sys.stdin.buffer.read()).removesuffix("\n")
+    if not prompt:
+        raise RequestError("standard input: the prompt is empty")
+    return [prompt]
+
+
+def _decode(name: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name}: not UTF-8 at byte {error.start}") from error
+
+
+def _print_outputs(pieces: Iterable[StreamOutput], prompts: list[str]) -> None:
+    """Print the text of prompt 0 as it comes, then that of prompt 1, and so on."""
+    held: list[list[str]] = [[] for _ in prompts]
+    finished = [False] * len(prompts)
+    current = 0
+    _print_heading(current, prompts)
+    for piece in pieces:
+        held[piece.index].append(piece.text)
+        finished[piece.index] = piece.finish_reason is not None
+        while current < len(prompts):
+            _write("".join(held[current]))
+            held[current].clear()
+            if not finished[current]:
+                break
+            _write("\n")
+            current += 1
+            _print_heading(current, prompts)
+
+
+def _print_heading(index: int, prompts: list[str]) -> None:
+    """Name the prompt whose text follows, if there is more than one."""
+    if len(prompts) == 1 or index >= len(prompts):
+        return
+    start = " ".join(prompts[index].split())
+    if len(start) > _HEADING_WIDTH:
+        start = start[: _HEADING_WIDTH - 3] + "..."
+    _write(f"{chr(10) if index else ''}== {index + 1}/{len(prompts)}: {start}\n")
+
+
+def _write(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()

@@ -1,0 +1,237 @@
+"""The library's front door: prompts in, outputs out.
+
+Owns the parts of one deployment (tokenizer, runner, scheduler, loop) and the open requests. Holds
+no model code. A call checks all its prompts, queues them, steps the engine until they have ended,
+and takes back whatever is left when the caller stops early. One thread may use an LLM.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from decodegrid.configs.load import LoadedConfig, load_config
+from decodegrid.configs.schema import DeploymentConfig
+from decodegrid.engine.admission import EngineLimits, build_request
+from decodegrid.engine.engine_loop import EngineLoop
+from decodegrid.engine.output_stream import OutputStream
+from decodegrid.engine.request import RequestOutput, StreamOutput
+from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.runner_protocol import StepRunner
+from decodegrid.engine.sampling_params import SamplingParams
+from decodegrid.engine.scheduler import Scheduler, VerifyTokens
+from decodegrid.engine.stats import EngineStats
+from decodegrid.engine.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+"""Text, which gets the begin-of-sentence token, or token ids, which are taken as they are."""
+
+_SEED_BITS = 63
+
+
+class LLM:
+    """A model that is ready to decode."""
+
+    def __init__(self, config: str | Path | LoadedConfig | DeploymentConfig | None = None) -> None:
+        """Load, compile and capture a deployment.
+
+        config: a YAML file, a loaded or hand-made configuration (relative paths of a hand-made
+        one start at the working directory), or None for the embedded model. Raises ConfigError
+        for the file, ValueError or OSError for the checkpoint.
+        """
+        # Imported here: the scheduler, the tokenizer and the command line work without torch.
+        from decodegrid.engine.runner import build_runner
+
+        loaded = _load(config)
+        tokenizer = Tokenizer(loaded.checkpoint_dir / "tokenizer.json")
+        self._set_up(
+            build_runner(loaded),
+            tokenizer,
+            loaded.config.scheduler.decode_steps_per_prefill_chunk,
+            loaded.config.speculation.verify_tokens,
+        )
+
+    @classmethod
+    def from_runner(
+        cls,
+        runner: StepRunner,
+        tokenizer: Tokenizer,
+        *,
+        decode_steps_per_prefill_chunk: int = 4,
+        verify_tokens: VerifyTokens = "all",
+    ) -> "LLM":
+        """An LLM around a runner that is ready."""
+        llm = cls.__new__(cls)
+        llm._set_up(runner, tokenizer, decode_steps_per_prefill_chunk, verify_tokens)
+        return llm
+
+    def _set_up(
+        self,
+        runner: StepRunner,
+        tokenizer: Tokenizer,
+        decode_steps_per_prefill_chunk: int,
+        verify_tokens: VerifyTokens,
+    ) -> None:
+        if tokenizer.vocab_size > runner.vocab_size:
+            raise ValueError(
+                f"{tokenizer.path}: {tokenizer.vocab_size} tokens, "
+                f"but the model's vocabulary has {runner.vocab_size}"
+            )
+        self.tokenizer = tokenizer
+        self.limits = EngineLimits.of(runner)
+        self.stats = EngineStats(runner)
+        self.scheduler = Scheduler(
+            self.limits,
+            decode_steps_per_prefill_chunk=decode_steps_per_prefill_chunk,
+            verify_tokens=verify_tokens,
+        )
+        self._loop = EngineLoop(runner, self.scheduler, self.stats)
+        self._streams: dict[str, OutputStream] = {}
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Decode prompts to their ends; results in the order of the prompts.
+
+        prompts: a text, a list of texts, or a list of lists of token ids. sampling_params: one for
+        all or one a prompt. Raises RequestError, before anything runs, if any of them is bad.
+        """
+        streams = self._build_streams(prompts, sampling_params)
+        self._open(streams)
+        try:
+            while not all(stream.request.is_finished for stream in streams):
+                self._step()
+        finally:
+            self._close(streams)
+        return [stream.output() for stream in streams]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamOutput]:
+        """Decode prompts and give each step's new text as it comes, prompts interleaved.
+
+        Arguments and errors as for generate; errors are raised here, not at the first piece. The
+        requests are queued when the first piece is asked for. Closing the iterator ends them.
+        """
+        return self._run_streams(self._build_streams(prompts, sampling_params))
+
+    def abort(self, request_id: str) -> bool:
+        """End an open request now with finish reason "abort"; False when none has that id."""
+        request = self._loop.abort(request_id)
+        if request is None:
+            return False
+        self._streams[request_id].add(())
+        return True
+
+    def _run_streams(self, streams: list[OutputStream]) -> Iterator[StreamOutput]:
+        self._open(streams)
+        try:
+            left = streams
+            while left:
+                for stream in left:
+                    while (piece := stream.take()) is not None:
+                        yield piece
+                left = [stream for stream in left if not stream.is_drained]
+                # The caller may have aborted some while it held a piece.
+                if left and not any(stream.request.is_finished for stream in left):
+                    self._step()
+        finally:
+            self._close(streams)
+
+    def _step(self) -> None:
+        for update in self._loop.step():
+            self._streams[update.request.request_id].add(update.token_ids)
+
+    def _open(self, streams: list[OutputStream]) -> None:
+        for stream in streams:
+            self._streams[stream.request.request_id] = stream
+            self._loop.add(stream.request)
+
+    def _close(self, streams: list[OutputStream]) -> None:
+        """Forget requests; those that have not ended are aborted."""
+        for stream in streams:
+            if not stream.request.is_finished:
+                self._loop.abort(stream.request.request_id)
+            self._streams.pop(stream.request.request_id, None)
+
+    def _build_streams(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[OutputStream]:
+        """Check everything and build the requests; nothing is queued."""
+        texts_or_ids = _as_prompt_list(prompts)
+        params_list = _as_params_list(sampling_params, len(texts_or_ids))
+        streams = []
+        for index, (prompt, params) in enumerate(zip(texts_or_ids, params_list, strict=True)):
+            try:
+                streams.append(self._build_stream(index, prompt, params))
+            except RequestError as error:
+                where = f"prompt {index}: " if len(texts_or_ids) > 1 else ""
+                raise RequestError(f"{where}{error}") from error
+        return streams
+
+    def _build_stream(self, index: int, prompt: Prompt, params: SamplingParams) -> OutputStream:
+        text = prompt if isinstance(prompt, str) else None
+        if text == "":
+            raise RequestError("the prompt is empty; it needs at least 1 character")
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        request = build_request(
+            str(self._num_requests),
+            token_ids,
+            params,
+            seed=secrets.randbits(_SEED_BITS) if params.seed is None else params.seed,
+            eos_token_id=self.tokenizer.eos_token_id,
+            limits=self.limits,
+        )
+        self._num_requests += 1
+        return OutputStream(index, text, request, self.tokenizer)
+
+
+def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    found: list[Prompt] = []
+    for index, prompt in enumerate(prompts):
+        # Callers without a type checker pass a flat list of ids, or bytes.
+        if isinstance(prompt, (int, bytes)) or not isinstance(prompt, Sequence):
+            raise RequestError(
+                f"prompt {index} must be a text or a list of token ids, got {prompt!r}; "
+                "a single prompt of token ids is given as [[...]]"
+            )
+        found.append(prompt)
+    return found
+
+
+def _as_params_list(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if sampling_params is None:
+        return [SamplingParams()] * num_prompts
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    if len(sampling_params) != num_prompts:
+        raise RequestError(f"{len(sampling_params)} sampling parameters for {num_prompts} prompts")
+    return list(sampling_params)
+
+
+def _load(config: str | Path | LoadedConfig | DeploymentConfig | None) -> LoadedConfig:
+    if isinstance(config, LoadedConfig):
+        return config
+    if isinstance(config, DeploymentConfig):
+        origins = dict.fromkeys(_dotted_keys(config.model_dump()), "caller")
+        return LoadedConfig(config=config, origins=origins, path=Path.cwd() / "caller.yaml")
+    return load_config(None if config is None else Path(config))
+
+
+def _dotted_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _dotted_keys(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key

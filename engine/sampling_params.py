@@ -1,0 +1,112 @@
+"""How a request wants its tokens chosen, checked when it is written down.
+
+Owns the fields, their ranges, and the list of fields that this version cannot honour. Field names
+follow vLLM and the OpenAI API. Does not sample. A request carries one object from the caller to
+the slot row; nothing changes it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from decodegrid.engine.request_error import RequestError
+
+MAX_TEMPERATURE: Final = 100.0
+MIN_TEMPERATURE: Final = 1e-5
+"""Smallest temperature that samples: below it, logits divided by it overflow; 0 is greedy."""
+MAX_SEED: Final = 2**63 - 1
+
+_NEUTRAL: Final[tuple[tuple[str, object], ...]] = (
+    ("top_p", 1.0),
+    ("top_k", -1),
+    ("min_p", 0.0),
+    ("n", 1),
+    ("min_tokens", 0),
+    ("presence_penalty", 0.0),
+    ("frequency_penalty", 0.0),
+    ("repetition_penalty", 1.0),
+    ("logprobs", None),
+    ("prompt_logprobs", None),
+    ("stop", None),
+    ("logit_bias", None),
+)
+"""Fields that are checked but not yet honoured, with the one value that asks for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Raises RequestError naming the field, the value and the limit."""
+
+    temperature: float = 1.0
+    """0 is greedy; otherwise 1e-5 to 100."""
+    max_tokens: int | None = 16
+    """Tokens to emit at most, at least 1; None means up to the context limit."""
+    seed: int | None = None
+    """0 to 2**63 - 1; None draws one for the request."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end the request beside the end of text; the id itself is delivered."""
+    ignore_eos: bool = False
+    """Decode on past the end-of-text token."""
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    n: int = 1
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: str | Sequence[str] | None = None
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_temperature()
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(
+            self.stop_token_ids, Sequence
+        ):
+            raise RequestError(
+                f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}"
+            )
+        for index, token_id in enumerate(self.stop_token_ids):
+            _check_int(f"stop_token_ids[{index}]", token_id, 0, None)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        for name, neutral in _NEUTRAL:
+            value = getattr(self, name)
+            empty = name in ("stop", "logit_bias") and value is not None and len(value) == 0
+            if value != neutral and not empty:
+                raise RequestError(
+                    f"{name}={value!r} is not supported in this version; "
+                    f"only {neutral!r} is accepted"
+                )
+
+    def _check_temperature(self) -> None:
+        value = self.temperature
+        if not _is_number(value) or not math.isfinite(value):
+            raise RequestError(f"temperature must be a finite number, got {value!r}")
+        if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+            raise RequestError(
+                f"temperature must be 0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, "
+                f"got {value!r}"
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+    """Raise RequestError unless value is an int (no bool) in low..high."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{name} must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"{low} to {high}"
+        raise RequestError(f"{name} must be {limit}, got {value}")

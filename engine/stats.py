@@ -1,0 +1,164 @@
+"""Counts what the engine did, and says it in a closing report.
+
+Owns the counters. Reads no clock (the loop passes seconds) and no tensor beyond a step's result.
+Counts only grow; compilations are the difference to what the runner had when it was ready.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from decodegrid.engine.runner_protocol import StepResult, StepRunner
+
+
+class EngineStats:
+    """Counters since the runner was ready."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self._num_compilations_at_ready = runner.num_compilations
+        self._num_captured_at_ready = runner.num_captured
+        width = runner.num_draft_tokens + 1
+        # Rows by their number of drafts, 0 to K; position j counts the rows with more than j.
+        self._drafted_rows = [0] * width
+        self._offered_rows = [0] * width
+        self._verified_rows = [0] * width
+        self._accepted_rows = [0] * width
+        self.num_prefill_steps = 0
+        self.num_prefill_tokens = 0
+        self.prefill_seconds = 0.0
+        self.num_decode_steps = 0
+        self.num_decode_rows = 0
+        self.num_emitted = 0
+        """Tokens committed to requests."""
+        self.decode_seconds = 0.0
+        self.graph_hits: Counter[tuple[int, int]] = Counter()
+        """Replays by (num_reqs, num_query_tokens) of the captured pair."""
+        self.num_query_tokens = 0
+        self.num_captured_rows = 0
+        self.num_captured_query_tokens = 0
+
+    @property
+    def num_compilations_after_ready(self) -> int:
+        return self._runner.num_compilations - self._num_compilations_at_ready
+
+    @property
+    def num_captured_after_ready(self) -> int:
+        return self._runner.num_captured - self._num_captured_at_ready
+
+    @property
+    def drafted_per_position(self) -> list[int]:
+        """Drafts that existed when their step ran, by draft position (K of them)."""
+        return _rows_reaching(self._drafted_rows)
+
+    @property
+    def offered_per_position(self) -> list[int]:
+        """Of those, drafts that the row's remaining length left room for."""
+        return _rows_reaching(self._offered_rows)
+
+    @property
+    def verified_per_position(self) -> list[int]:
+        """Of those, drafts that were given a query token."""
+        return _rows_reaching(self._verified_rows)
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        return _rows_reaching(self._accepted_rows)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens a request gains in one decode step, on average; 0 before the first."""
+        return self.num_emitted / self.num_decode_rows if self.num_decode_rows else 0.0
+
+    @property
+    def pad_row_share(self) -> float:
+        """Share of replayed rows that held no request."""
+        return _share(self.num_captured_rows - self.num_decode_rows, self.num_captured_rows)
+
+    @property
+    def surplus_token_share(self) -> float:
+        """Share of replayed query tokens that belonged to no request."""
+        num_surplus = self.num_captured_query_tokens - self.num_query_tokens
+        return _share(num_surplus, self.num_captured_query_tokens)
+
+    def record_prefill(self, num_tokens: int, seconds: float) -> None:
+        self.num_prefill_steps += 1
+        self.num_prefill_tokens += num_tokens
+        self.prefill_seconds += seconds
+
+    def record_decode(
+        self,
+        result: StepResult,
+        num_offered: Sequence[int],
+        fresh: Sequence[bool],
+        num_emitted: int,
+        seconds: float,
+    ) -> None:
+        """num_offered, fresh: per row. num_emitted: tokens committed; dropped ones do not count."""
+        num_rows = len(num_offered)
+        num_drafts = len(self._drafted_rows) - 1
+        self.num_decode_steps += 1
+        self.num_decode_rows += num_rows
+        self.num_emitted += num_emitted
+        self.decode_seconds += seconds
+        self.graph_hits[result.key.num_reqs, result.key.num_query_tokens] += 1
+        self.num_query_tokens += result.num_query_tokens
+        self.num_captured_rows += result.key.num_reqs
+        self.num_captured_query_tokens += result.key.num_query_tokens
+        for row, (verified, emitted) in enumerate(
+            zip(result.num_verified.tolist(), result.num_emitted.tolist(), strict=True)
+        ):
+            self._drafted_rows[0 if fresh[row] else num_drafts] += 1
+            self._offered_rows[num_offered[row]] += 1
+            self._verified_rows[verified] += 1
+            self._accepted_rows[emitted - 1] += 1
+
+    def report(self) -> str:
+        """The closing report, one fact a line, without a line end after the last."""
+        seconds = self.prefill_seconds + self.decode_seconds
+        lines = [
+            f"emitted tokens: {self.num_emitted} "
+            f"({_rate(self.num_emitted, self.decode_seconds)} in decode steps, "
+            f"{_rate(self.num_emitted, seconds)} with prefill)",
+            f"prefill: {self.num_prefill_tokens} tokens in {self.num_prefill_steps} chunks "
+            f"({_rate(self.num_prefill_tokens, self.prefill_seconds)})",
+            f"decode steps: {self.num_decode_steps}, tokens a round: {self.tokens_per_round:.2f}",
+        ]
+        lines += self._draft_lines()
+        hits = ", ".join(f"({b},{q}) x{n}" for (b, q), n in sorted(self.graph_hits.items()))
+        lines += [
+            f"graph hits: {hits or 'none'}",
+            f"padding: {self.pad_row_share:.1%} of rows, "
+            f"{self.surplus_token_share:.1%} of query tokens",
+            f"compilations after ready: {self.num_compilations_after_ready}",
+        ]
+        return "\n".join(lines)
+
+    def _draft_lines(self) -> list[str]:
+        drafted = self.drafted_per_position
+        if not any(drafted):
+            return ["drafts: none"]
+        lines = ["drafts by position: drafted / offered / verified / accepted (of verified)"]
+        counts = zip(
+            drafted,
+            self.offered_per_position,
+            self.verified_per_position,
+            self.accepted_per_position,
+            strict=True,
+        )
+        for position, (made, offered, verified, accepted) in enumerate(counts, start=1):
+            share = f" ({accepted / verified:.1%})" if verified else ""
+            lines.append(f"  {position}: {made} / {offered} / {verified} / {accepted}{share}")
+        return lines
+
+
+def _rows_reaching(rows_by_count: list[int]) -> list[int]:
+    """Rows with at least j drafts for j = 1 .. K, from the rows by number of drafts."""
+    return [sum(rows_by_count[j:]) for j in range(1, len(rows_by_count))]
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _rate(count: int, seconds: float) -> str:
+    return f"{count / seconds:.1f} tokens/s" if seconds > 0 else "no time measured"

@@ -1,0 +1,167 @@
+"""Text to token ids and back, a character at a time.
+
+Owns tokenizer.json, the begin-of-sentence token before plain prompts, the chat frame (through
+deepseek-recipe) and the bytes of each token. Does not own the vocabulary's meaning to the model.
+Prompts go in as text; emitted ids come back through an IncrementalDetokenizer, which works on
+bytes, so that a character split over tokens is held back until it is whole.
+"""
+
+import codecs
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import deepseek_recipe as recipe
+import tokenizers
+
+from decodegrid.engine.request_error import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary piece stands for.
+
+    Printable Latin-1 bytes stand for themselves; the others, in order, for U+0100 onwards.
+    Source: byte-level BPE as in GPT-2.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer.json with DeepSeek's special tokens."""
+
+    def __init__(self, path: Path) -> None:
+        """Read a tokenizer.json.
+
+        Raises FileNotFoundError, and ValueError naming the file when it is no tokenizer, is not
+        byte-level, or lacks the begin or end of sentence.
+        """
+        text = path.read_text(encoding="utf-8")
+        try:
+            layout = json.loads(text)
+            self._full = tokenizers.Tokenizer.from_str(text)
+            # Without added tokens, a special token's spelling in a prompt stays plain text.
+            self._plain = tokenizers.Tokenizer.from_str(json.dumps({**layout, "added_tokens": []}))
+            self._recipe = recipe.DeepseekV41Encoding().with_tokenizer(
+                recipe.Tokenizer.from_str(text)
+            )
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise ValueError(f"{path}: not a readable tokenizer: {error}") from error
+        if (layout.get("decoder") or {}).get("type") != "ByteLevel":
+            raise ValueError(f"{path}: the decoder must be ByteLevel, got {layout.get('decoder')}")
+        self.path = path
+        self.bos_token_id = self._special_id(recipe.SpecialToken.Bos)
+        self.eos_token_id = self._special_id(recipe.SpecialToken.Eos)
+        self._special_ids = frozenset(
+            token["id"] for token in layout["added_tokens"] if token["special"]
+        )
+        self._byte_of_char = _byte_of_char()
+        self._bytes_of_id: dict[int, bytes] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id of the file, added tokens included."""
+        return 1 + max(self._full.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain prompt after the begin-of-sentence token.
+
+        Special tokens spelled out in the text are plain text. Raises RequestError for a text that
+        is not valid Unicode.
+        """
+        _check_unicode(text)
+        return [self.bos_token_id, *self._plain.encode(text, add_special_tokens=False).ids]
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Ids of a conversation in the V4.1 format, without thinking, up to the next answer.
+
+        Raises RequestError when the last message is the assistant's or a text is not Unicode.
+        """
+        if not messages or messages[-1].role == "assistant":
+            raise RequestError("a conversation must end with a message of the user")
+        for message in messages:
+            _check_unicode(message.content)
+        conversation = recipe.Conversation(
+            [_recipe_message(message) for message in messages], thinking_mode=False
+        )
+        return list(self._recipe.encode(conversation))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids without special tokens; bytes that are no character become U+FFFD."""
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
+
+    def detokenizer(self) -> "IncrementalDetokenizer":
+        """A fresh incremental decoder; its pieces joined equal decode() of all the ids."""
+        return IncrementalDetokenizer(self)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token's text: none for a special token or an id without a token."""
+        found = self._bytes_of_id.get(token_id)
+        if found is None:
+            found = self._make_token_bytes(token_id)
+            self._bytes_of_id[token_id] = found
+        return found
+
+    def _make_token_bytes(self, token_id: int) -> bytes:
+        piece = self._full.id_to_token(token_id)
+        if piece is None or token_id in self._special_ids:
+            return b""
+        if all(char in self._byte_of_char for char in piece):
+            return bytes(self._byte_of_char[char] for char in piece)
+        return str(piece).encode("utf-8")
+
+    def _special_id(self, token: recipe.SpecialToken) -> int:
+        token_id = self._full.token_to_id(token.default_str())
+        if token_id is None:
+            raise ValueError(f"{self.path}: no special token {token.default_str()!r}")
+        return int(token_id)
+
+
+class IncrementalDetokenizer:
+    """Turns ids into text as they come; never gives part of a character."""
+
+    __slots__ = ("_decoder", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that became complete with these ids."""
+        return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that was never completed, or nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _recipe_message(message: ChatMessage) -> recipe.Message:
+    match message.role:
+        case "system":
+            return recipe.SystemMessage(message.content)
+        case "user":
+            return recipe.UserMessage(message.content)
+        case "assistant":
+            return recipe.AssistantMessage(message.content)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt is not valid Unicode: character {error.start} is {text[error.start]!r}"
+        ) from error

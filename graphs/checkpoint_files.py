@@ -1,0 +1,162 @@
+"""Safetensors files of a checkpoint directory: headers in, shards out.
+
+Owns the two layouts (`model.safetensors`, or shards with `model.safetensors.index.json`), and the
+checks that need no model: readable headers, no tensor twice, index and shards agree. Files are
+written next to their final name and renamed, so that a reader never sees half a file.
+
+Data flow: directory -> name, file, dtype and shape of every tensor; tensors -> directory.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from decodegrid.graphs.checkpoint_names import CheckpointError, plain_name
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_SHARDS = "model-*-of-*.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Header entry of one tensor."""
+
+    path: Path
+    stored_name: str
+    dtype: str
+    """Safetensors name: "BF16", "F32", "F8_E4M3", ..."""
+    shape: tuple[int, ...]
+
+
+@contextmanager
+def open_shard(path: Path) -> Iterator[Any]:
+    """An open safetensors file on the CPU; what is wrong with it becomes a CheckpointError."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, or a CheckpointError that names the file."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, holds {type(raw).__name__}")
+    return raw
+
+
+def read_headers(directory: Path) -> dict[str, StoredTensor]:
+    """Every stored tensor by its plain name; reads headers only.
+
+    Raises CheckpointError for a missing file, a bad or truncated file, a tensor stored twice, and
+    an index that does not agree with its shards.
+    """
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if index.is_file() and single.is_file():
+        raise CheckpointError(f"{directory}: has both {SINGLE_FILE} and {INDEX_FILE}; keep one")
+    placed = _read_index(index) if index.is_file() else None
+    names = [SINGLE_FILE] if placed is None else sorted(set(placed.values()))
+    found: dict[str, StoredTensor] = {}
+    for name in names:
+        for key, tensor in _read_header(directory / name):
+            if key in found:
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {key} is stored twice, also in {found[key].path}"
+                )
+            if placed is not None and placed.pop(tensor.stored_name, None) != name:
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {tensor.stored_name} is not placed here by {INDEX_FILE}"
+                )
+            found[key] = tensor
+    if placed:
+        key, name = min(placed.items())
+        raise CheckpointError(f"{directory / name}: tensor {key} is missing; {INDEX_FILE} lists it")
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    placed = read_json_object(path).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise CheckpointError(f"{path}: weight_map must be a non-empty object")
+    for key, name in placed.items():
+        # A plain file name: an index must not lead out of its directory.
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{path}: weight_map places {key} in {name!r}, not a file name")
+        if not (path.parent / name).is_file():
+            raise CheckpointError(f"{path.parent / name}: no such file; {INDEX_FILE} lists it")
+    return placed
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    with open_shard(path) as shard:
+        for stored_name in sorted(shard.keys()):
+            entry = shard.get_slice(stored_name)
+            shape = tuple(entry.get_shape())
+            yield (
+                plain_name(stored_name),
+                StoredTensor(path, stored_name, str(entry.get_dtype()), shape),
+            )
+
+
+def write_tensors(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int
+) -> None:
+    """Write named CPU tensors as one file, or as shards with an index above the limit.
+
+    Holds one shard in memory at a time, since `tensors` may be made while they are written. A
+    tensor is never split. Leftovers of an earlier checkpoint in `directory` are removed.
+    """
+    parts: list[tuple[Path, list[str]]] = []
+    total = 0
+
+    def flush(shard: dict[str, Tensor]) -> None:
+        path = directory / f".{SINGLE_FILE}.part{len(parts)}"
+        save_file(shard, path)
+        parts.append((path, list(shard)))
+
+    shard: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in tensors:
+        if shard and filled + tensor.nbytes > max_shard_bytes:
+            flush(shard)
+            shard, filled = {}, 0
+        shard[name] = tensor
+        filled += tensor.nbytes
+        total += tensor.nbytes
+    flush(shard)
+    for old in (directory / SINGLE_FILE, directory / INDEX_FILE, *directory.glob(_SHARDS)):
+        if len(parts) > 1 or old.name != SINGLE_FILE:
+            old.unlink(missing_ok=True)
+    if len(parts) == 1:
+        os.replace(parts[0][0], directory / SINGLE_FILE)
+        return
+    placed: dict[str, str] = {}
+    for number, (path, names) in enumerate(parts, 1):
+        final = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        os.replace(path, directory / final)
+        placed.update(dict.fromkeys(names, final))
+    write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": placed})
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` as indented JSON under its final name in one move."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)

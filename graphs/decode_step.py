@@ -1,0 +1,140 @@
+"""One decode step as one function without host decisions.
+
+Data flow: slot state -> verify lengths and token metadata -> target layers over Q tokens -> choice
+per token -> accepted prefix and slot state -> drafter over B blocks -> new drafts in slot state.
+The function only calls regions on buffers that never move, so it can be captured whole.
+"""
+
+from torch import Tensor
+
+from decodegrid.graphs.regions import RegionTable
+from decodegrid.graphs.step_buffers import (
+    MIN_ROWS,
+    RowBuffers,
+    StepBuffers,
+    TokenBuffers,
+    slice_rows,
+    slice_tokens,
+)
+from decodegrid.graphs.target_step import (
+    HistorySource,
+    StepModel,
+    run_after_attention,
+    run_attn_in,
+    run_collapse,
+    run_target_layers,
+)
+
+
+def _nothing(layer: int) -> None:
+    """Decode reads and writes the rings in place."""
+
+
+def ring_history(model: StepModel) -> HistorySource:
+    """History in the rings themselves."""
+    state = model.state
+    return HistorySource(
+        lambda layer: state.window_rings[layer],
+        lambda layer: state.pools[layer].compressor,
+        _nothing,
+        _nothing,
+    )
+
+
+def decode_step(
+    regions: RegionTable,
+    model: StepModel,
+    buffers: StepBuffers,
+    draft_temperature: Tensor,
+    num_reqs: int,
+    num_query_tokens: int,
+) -> None:
+    """Run the step of the pair (num_reqs, num_query_tokens).
+
+    Reads `buffers.rows.slots` (leading num_reqs rows), `buffers.total` and slot state; writes
+    `buffers.rows` outputs and slot state. draft_temperature: (K,) divides confidence logits.
+    """
+    rows = slice_rows(buffers.rows, max(num_reqs, MIN_ROWS))
+    tokens = slice_tokens(buffers.target, max(num_query_tokens, MIN_ROWS))
+    count = tokens.positions.shape[0]
+    logits, chosen = buffers.output.logits[:count], buffers.output.chosen[:count]
+    slots, weights = model.state.slots, model.weights
+    regions["decode_metadata"](
+        rows.slots, buffers.total, slots.last_token, slots.seq_len, slots.history,
+        slots.max_seq_len, slots.drafts, slots.num_drafts, slots.confidence, slots.block_table,
+        weights.compressed_ids, rows.query_lens, rows.query_starts, *metadata_outputs(tokens),
+    )
+    pre = run_target_layers(regions, model, tokens, ring_history(model))
+    regions["head"](tokens.stream, pre, weights.norm, weights.head, logits)
+    regions["choose"](
+        logits, tokens.token_slot, tokens.positions, slots.temperature, slots.seed, chosen
+    )
+    if weights.draft_head is not None:
+        store_draft_context(regions, model, tokens)
+    regions["accept"](
+        chosen, rows.slots, rows.query_lens, rows.query_starts, slots.last_token, slots.seq_len,
+        slots.history, slots.drafts, slots.num_drafts, slots.stop_token_ids, rows.token_ids,
+        rows.num_emitted, rows.stopped,
+    )
+    if weights.draft_head is not None:
+        run_drafter(regions, model, buffers, rows, draft_temperature)
+
+
+def metadata_outputs(tokens: TokenBuffers) -> tuple[Tensor, ...]:
+    """The fields that both metadata regions write, in their argument order."""
+    return (
+        tokens.input_ids, tokens.positions, tokens.token_slot, tokens.valid, tokens.lookback,
+        tokens.window_store, tokens.window_index, tokens.ring_store, tokens.compressor_store,
+        tokens.compressor_previous, tokens.compressor_ring, tokens.entry_store_one,
+        tokens.entry_store_two, tokens.length_one, tokens.length_two,
+    )
+
+
+def store_draft_context(regions: RegionTable, model: StepModel, tokens: TokenBuffers) -> None:
+    """Context keys of all target tokens into the drafter's rings, accepted or not."""
+    weights = model.weights
+    head = weights.draft_head
+    assert head is not None
+    rings = model.state.window_rings[model.config.num_hidden_layers :]
+    regions["draft_context"](
+        list(tokens.taps), tokens.positions, tokens.ring_store, head.main_proj, head.main_norm,
+        [layer.attention.w_in for layer in weights.draft_layers],
+        [layer.attention.kv_norm for layer in weights.draft_layers],
+        [layer.attention.frequencies for layer in weights.draft_layers],
+        list(rings),
+    )
+
+
+def run_drafter(
+    regions: RegionTable,
+    model: StepModel,
+    buffers: StepBuffers,
+    rows: RowBuffers,
+    draft_temperature: Tensor,
+) -> None:
+    """Draft block of every row after acceptance; installs drafts and confidences in the slots."""
+    config, weights, slots = model.config, model.weights, model.state.slots
+    head = weights.draft_head
+    assert head is not None and buffers.draft is not None and buffers.draft_logits is not None
+    num_rows = rows.slots.shape[0]
+    tokens = slice_tokens(buffers.draft, num_rows * config.dspark_block_size)
+    regions["draft_metadata"](
+        rows.slots, slots.last_token, slots.seq_len, tokens.input_ids, tokens.positions,
+        tokens.token_slot, tokens.valid, tokens.window_store, tokens.window_index,
+    )
+    regions["embed"](tokens.input_ids, weights.embed, tokens.stream, tokens.pre_a)
+    pre, spare = tokens.pre_a, tokens.pre_b
+    for index, layer in enumerate(weights.draft_layers):
+        ring = model.state.window_rings[config.num_hidden_layers + index]
+        run_collapse(regions, tokens, layer, pre, spare)
+        run_attn_in(regions, tokens, layer, ring)
+        regions["attend_window"](
+            tokens.query, ring, tokens.window_index, layer.attention.sink, tokens.attended
+        )
+        run_after_attention(regions, tokens, layer, "draft_moe", spare, pre)
+    regions["draft_head"](
+        tokens.stream, pre, head.norm, weights.head, head.markov_embed, head.markov_head,
+        head.confidence, rows.slots, rows.stopped, slots.last_token, slots.seq_len,
+        slots.temperature, slots.seed, draft_temperature, slots.drafts, slots.num_drafts,
+        slots.confidence, buffers.draft_logits[:num_rows],
+    )

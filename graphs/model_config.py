@@ -1,0 +1,220 @@
+"""The model's config.json, read into frozen dataclasses and checked.
+
+Owns the Hugging Face schema of DeepSeek-V4.1 (text part); the rules between its fields stand in
+model_config_checks.py. A field that is missing, unknown in value, or breaks a rule gives one
+ConfigFieldError that names it. Reads JSON; knows no tensors.
+
+Source: config.json of deepseek-ai/DeepSeek-V4.1-Flash and its loader's checks.
+"""
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from decodegrid.graphs.model_config_checks import (
+    ConfigFieldError,
+    bad_field,
+    check_model_config,
+)
+
+_FIXED_TEXT = {
+    "model_type": "deepseek_v41_text",
+    "num_key_value_heads": 1,
+    "hidden_act": "silu",
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "n_shared_experts": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """YaRN parameters of the compressed layers; `factor` 1 and 0 positions mean plain RoPE."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Text model facts, named as in config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    swiglu_limit: float
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    max_position_embeddings: int
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    compress_rope_theta: float
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    candidate_source_layer_id: int | None
+    candidate_topk_blocks: int
+    candidate_block_size: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    engram_layer_ids: tuple[int, ...]
+    engram_num_embeddings: tuple[int, ...]
+    engram_max_ngram_size: int
+    engram_vocab_size: int
+    engram_n_heads: int
+    engram_head_dim: int
+    engram_pad_token_id: int
+    engram_compressed_vocab_size: int
+    num_nextn_predict_layers: int
+    dspark_block_size: int
+    dspark_noise_token_id: int
+    dspark_target_layer_ids: tuple[int, ...]
+    dspark_markov_rank: int
+    dspark_n_routed_experts: int
+    dspark_num_experts_per_tok: int
+    bos_token_id: int
+    eos_token_id: int
+    pad_token_id: int
+    quantized: bool
+    """Whether config.json carries a quantization_config, so that weights are stored quantised."""
+
+    @property
+    def num_layers_total(self) -> int:
+        """Target layers and drafter layers together."""
+        return self.num_hidden_layers + self.num_nextn_predict_layers
+
+    @property
+    def num_prefill_layers(self) -> int:
+        """First layer with ratio 1: layers before it are the encoder."""
+        ratios = self.compress_ratios[: self.num_hidden_layers]
+        return ratios.index(1) if 1 in ratios else self.num_hidden_layers
+
+    @property
+    def engram_columns(self) -> int:
+        """Table columns of one Engram layer."""
+        return (self.engram_max_ngram_size - 1) * self.engram_n_heads
+
+    def kv_source_of(self, layer: int) -> int:
+        """Layer whose compressed keys `layer` reads; only for layers with a ratio above 0."""
+        return max(source for source in self.kv_source_layer_ids if source <= layer)
+
+    def index_source_of(self, layer: int) -> int:
+        """Layer whose top-k `layer` uses; only for layers with a ratio above 0."""
+        return max(source for source in self.index_source_layer_ids if source <= layer)
+
+
+def _number(where: str, value: object) -> float:
+    # JSON as Python reads it has NaN and Infinity too, and integers beyond any float.
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        limit = 1e300
+        if math.isfinite(value) and -limit < value < limit:
+            return float(value)
+    raise bad_field(where, value, "must be a finite number")
+
+
+def _read_rope_scaling(raw: object) -> RopeScaling:
+    if raw is None:
+        return RopeScaling(1.0, 32.0, 1.0, 0)
+    where = "text_config.rope_scaling"
+    if not isinstance(raw, dict) or raw.get("rope_type", raw.get("type")) != "yarn":
+        raise bad_field(where, raw, "only null or rope_type 'yarn' is supported")
+    factor, fast, slow = (
+        _number(f"{where}.{name}", raw.get(name)) for name in ("factor", "beta_fast", "beta_slow")
+    )
+    original = raw.get("original_max_position_embeddings")
+    if not isinstance(original, int) or isinstance(original, bool):
+        raise bad_field(f"{where}.original_max_position_embeddings", original, "must be an integer")
+    return RopeScaling(factor, fast, slow, original)
+
+
+def _convert(name: str, kind: object, value: object) -> object:
+    """`value` as the annotated type of the field, or an error that names it."""
+    where = f"text_config.{name}"
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        raise bad_field(where, value, "must be true or false")
+    if kind is int:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31:
+            return value
+        raise bad_field(where, value, "must be an integer from 0 to 2**31 - 1")
+    if kind is float:
+        return _number(where, value)
+    if kind == tuple[int, ...]:
+        if isinstance(value, list) and all(
+            type(item) is int and 0 <= item < 2**31 for item in value
+        ):
+            return tuple(value)
+        raise bad_field(where, value, "must be a list of integers from 0 to 2**31 - 1")
+    if value is None or type(value) is int:
+        return value
+    raise bad_field(where, value, "must be an integer or null")
+
+
+def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
+    """Build and check a ModelConfig from a parsed config.json."""
+    if raw.get("model_type") != "deepseek_v41":
+        raise bad_field("model_type", raw.get("model_type"), "must be 'deepseek_v41'")
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise bad_field("text_config", text, "must be an object")
+    for name, wanted in _FIXED_TEXT.items():
+        if name not in text:
+            raise ConfigFieldError(f"config.json: text_config.{name} is missing")
+        if text[name] != wanted:
+            raise bad_field(f"text_config.{name}", text[name], f"only {wanted!r} is supported")
+    values: dict[str, Any] = {}
+    for field in fields(ModelConfig):
+        name = field.name
+        if name in ("quantized", "bos_token_id", "eos_token_id", "pad_token_id"):
+            continue
+        if name == "rope_scaling":
+            values[name] = _read_rope_scaling(text.get(name))
+            continue
+        if name not in text:
+            raise ConfigFieldError(f"config.json: text_config.{name} is missing")
+        values[name] = _convert(name, field.type, text[name])
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name not in raw:
+            raise ConfigFieldError(f"config.json: {name} is missing")
+        if type(raw[name]) is not int:
+            raise bad_field(name, raw[name], "must be an integer")
+        values[name] = raw[name]
+    config = ModelConfig(quantized=raw.get("quantization_config") is not None, **values)
+    check_model_config(config)
+    return config
+
+
+def load_model_config(checkpoint_dir: Path) -> ModelConfig:
+    """Read `checkpoint_dir`/config.json."""
+    path = checkpoint_dir / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigFieldError(f"{path}: no such file; a checkpoint directory has one") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigFieldError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigFieldError(f"{path}: must hold a JSON object")
+    return parse_model_config(raw)

@@ -1,0 +1,187 @@
+"""Regions of a decode step outside the layers: choice, acceptance, the drafter's ends, copies.
+
+Owns what turns logits into emitted tokens, slot state and the next drafts. Rows that are pads
+compute on slot 0 and write zeros there.
+
+Source: DeepInfer's sampler and draft metadata; DeepSeek-V4.1-Flash `forward_spec`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decodegrid.graphs.model_config import ModelConfig
+from decodegrid.graphs.regions_layer import RegionSpec, spec
+from decodegrid.graphs.state import Capacity, window_ring_len
+from decodegrid.kernels.hyper_connection import hc_pre
+from decodegrid.kernels.norm_rope import apply_rope, island, rms_norm, rope_angles
+from decodegrid.kernels.sampling import choose_tokens
+from decodegrid.kernels.verify import accept_prefix
+
+
+def output_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSpec]:
+    """Head, choice, acceptance and row copies."""
+    eps, num_drafts = config.rms_norm_eps, capacity.num_draft_tokens
+
+    def head(
+        stream: Tensor, pre: Tensor, norm: Tensor, weight: Tensor, logits_out: Tensor
+    ) -> None:
+        normed = island(rms_norm(hc_pre(stream, pre), norm, eps))
+        logits_out.copy_(F.linear(normed, weight.to(normed.dtype)))
+
+    def choose(
+        logits: Tensor, token_slot: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor,
+        chosen_out: Tensor,
+    ) -> None:
+        chosen_out.copy_(
+            choose_tokens(logits, temperature[token_slot], seed[token_slot], positions + 1)
+        )
+
+    def accept(
+        chosen: Tensor, slots: Tensor, query_lens: Tensor, query_starts: Tensor,
+        last_token: Tensor, seq_len: Tensor, history: Tensor, drafts: Tensor, num_drafts_out: Tensor,
+        stop_token_ids: Tensor, token_ids_out: Tensor, num_emitted_out: Tensor, stopped_out: Tensor,
+    ) -> None:
+        live = slots > 0
+        column = torch.arange(num_drafts + 1)
+        index = (query_starts.unsqueeze(1) + column).clamp(max=chosen.shape[0] - 1)
+        tokens = chosen[index]
+        row_drafts = drafts[slots][:, :num_drafts]
+        accepted = accept_prefix(tokens, row_drafts, query_lens)
+        emitted = (accepted + 1).where(live, torch.zeros_like(accepted))
+        token_ids_out.copy_(tokens)
+        num_emitted_out.copy_(emitted)
+        known = torch.cat((history[slots], last_token[slots].unsqueeze(1), row_drafts), 1)
+        later = known.gather(1, accepted.unsqueeze(1) + 1 + torch.arange(3))
+        final = tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
+        zero = torch.zeros_like(final)
+        stops = stop_token_ids[slots].unsqueeze(1) == tokens.unsqueeze(2)
+        counted = (column < emitted.unsqueeze(1)).unsqueeze(2)
+        stopped_out.copy_((stops & counted).flatten(1).any(1))
+        new_len = (seq_len[slots] + emitted).where(live, torch.ones_like(zero))
+        last_token[slots] = final.where(live, zero)
+        history[slots] = later.where(live.unsqueeze(1), -torch.ones_like(later))
+        seq_len[slots] = new_len
+        # Drafts of this step are spent; a step with a drafter installs new ones afterwards.
+        num_drafts_out[slots] = zero
+
+    def copy_rows(
+        source: Tensor, source_index: Tensor, target_out: Tensor, target_index: Tensor
+    ) -> None:
+        target_out[target_index] = source[source_index]
+
+    def load_rows(source: Tensor, source_index: Tensor, target_out: Tensor) -> None:
+        target_out.copy_(source[source_index])
+
+    specs = {
+        "head": spec(head, "stream", "pre", "logits_out"),
+        "choose": spec(choose, "logits", "token_slot", "positions", "chosen_out"),
+        "accept": spec(
+            accept, "chosen", "slots", "query_lens", "query_starts", "token_ids_out",
+            "num_emitted_out", "stopped_out",
+        ),
+        "load_window": spec(load_rows),
+        "copy_window": spec(copy_rows, "source", "source_index", "target_out", "target_index"),
+    }
+    if any(config.compress_ratios[layer] == 2 for layer in config.kv_source_layer_ids):
+        # One more variant of each: compressor rows are wider and always at least fp32.
+        specs["load_compressor"] = spec(load_rows)
+        specs["copy_compressor"] = spec(
+            copy_rows, "source", "source_index", "target_out", "target_index"
+        )
+    return specs
+
+
+def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSpec]:
+    """Taps, context keys, the drafter's metadata and its heads."""
+    if capacity.num_draft_tokens == 0:
+        return {}
+    eps, window, block = config.rms_norm_eps, config.sliding_window, config.dspark_block_size
+    ring = window_ring_len(config, capacity.num_draft_tokens)
+    offered, noise = capacity.num_draft_tokens, config.dspark_noise_token_id
+
+    def tap(stream: Tensor, tap_out: Tensor) -> None:
+        tap_out.copy_(island(stream).mean(1))
+
+    def draft_context(
+        taps: list[Tensor], positions: Tensor, store: Tensor, main_proj: Tensor,
+        main_norm: Tensor, w_in: list[Tensor], kv_norm: list[Tensor], frequencies: list[Tensor],
+        rings_out: list[Tensor],
+    ) -> None:
+        context = rms_norm(F.linear(torch.cat(taps, 1), main_proj), main_norm, eps)
+        for weight, norm, frequency, ring_out in zip(
+            w_in, kv_norm, frequencies, rings_out, strict=True
+        ):
+            cos, sin = rope_angles(positions, frequency)
+            keys = rms_norm(F.linear(context, weight[-norm.shape[0] :]), norm, eps)
+            ring_out[store] = apply_rope(keys, cos, sin)
+
+    def draft_metadata(
+        slots: Tensor, last_token: Tensor, seq_len: Tensor, input_ids: Tensor, positions: Tensor,
+        token_slot: Tensor, valid: Tensor, window_store: Tensor, window_index: Tensor,
+    ) -> None:
+        index = torch.arange(positions.shape[0])
+        row, offset = index // block, index % block
+        slot = slots[row]
+        is_live = slot > 0
+        zero = torch.zeros_like(slot)
+        anchor = (seq_len[slot] - 1).where(is_live, zero).clamp(min=0)
+        token = last_token[slot].clamp(0, config.vocab_size - 1)
+        input_ids.copy_(token.where(offset == 0, torch.full_like(token, noise)).where(is_live, zero))
+        positions.copy_(anchor + offset)
+        token_slot.copy_(slot)
+        valid.copy_(is_live)
+        window_store.copy_((slot * ring + (anchor + offset) % ring).where(is_live, zero))
+        # Context at positions anchor - window .. anchor - 1, then the block itself.
+        seen = (anchor - window).unsqueeze(1) + torch.arange(window + block)
+        reads = slot.unsqueeze(1) * ring + seen.clamp(min=0) % ring
+        window_index.copy_(
+            reads.where((seen >= 0) & is_live.unsqueeze(1), -torch.ones_like(reads))
+        )
+
+    def draft_head(
+        stream: Tensor, pre: Tensor, norm: Tensor, weight: Tensor, markov_embed: Tensor,
+        markov_head: Tensor, confidence_proj: Tensor, slots: Tensor, stopped: Tensor,
+        last_token: Tensor,
+        seq_len: Tensor, temperature: Tensor, seed: Tensor, draft_temperature: Tensor,
+        drafts_out: Tensor, num_drafts_out: Tensor, confidence_out: Tensor, logits_out: Tensor,
+    ) -> None:
+        hidden = hc_pre(stream, pre)
+        normed = island(rms_norm(hidden, norm, eps))
+        base = F.linear(normed, weight.to(normed.dtype)).unflatten(0, (-1, block))
+        hidden = island(hidden).unflatten(0, (-1, block))
+        live = slots > 0
+        previous = last_token[slots].clamp(0, config.vocab_size - 1)
+        length = seq_len[slots]
+        tokens, confidences = [], []
+        for step in range(offered):
+            embedded = island(F.embedding(previous, markov_embed))
+            logits = base[:, step] + F.linear(embedded, markov_head.to(embedded.dtype))
+            logits_out[:, step].copy_(logits)
+            joined = torch.cat((hidden[:, step], embedded), -1)
+            raw = F.linear(joined, confidence_proj.to(joined.dtype)).squeeze(-1)
+            confidences.append(torch.sigmoid((raw / draft_temperature[step]).clamp(-60.0, 60.0)))
+            previous = choose_tokens(logits, temperature[slots], seed[slots], length + step)
+            tokens.append(previous)
+        alive = live.unsqueeze(1)
+        drafts = torch.stack(tokens, 1)
+        drafts_out[slots] = drafts.where(alive, torch.zeros_like(drafts))
+        rates = torch.stack(confidences, 1)
+        # A request that stopped gets one query token in a step that was launched before anyone knew.
+        confidence_out[slots] = rates.where(
+            alive & ~stopped.unsqueeze(1), torch.zeros_like(rates)
+        )
+        count = torch.full_like(slots, offered)
+        num_drafts_out[slots] = count.where(live, torch.zeros_like(count))
+
+    return {
+        "tap": spec(tap, "stream", "tap_out"),
+        "draft_context": spec(
+            draft_context, "taps", "positions", "store", "rings_out"
+        ),
+        "draft_metadata": spec(
+            draft_metadata, "slots", "input_ids", "positions", "token_slot", "valid",
+            "window_store", "window_index",
+        ),
+        "draft_head": spec(draft_head, "stream", "pre", "slots", "stopped", "logits_out"),
+    }

@@ -1,0 +1,231 @@
+"""Weights as the steps want them: flat tensors per kind of block, packed once at load.
+
+Owns the re-arrangement of a model's parameters (projections that read the same input are joined,
+experts are laid out for the grouped product). Holds tensors only; does no arithmetic on
+activations.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decodegrid.graphs.attention import Attention
+from decodegrid.graphs.drafter import DraftModel
+from decodegrid.graphs.model import Block
+
+
+@dataclass(frozen=True, slots=True)
+class MixWeights:
+    """One mHC mixer and the norm after its collapse."""
+
+    fn: Tensor
+    scale: Tensor
+    base: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Projections of one layer's attention."""
+
+    w_in: Tensor
+    """(q_lora_rank + head_dim, D): low-rank query, then window key."""
+    q_norm: Tensor
+    wq_b: Tensor
+    kv_norm: Tensor
+    frequencies: Tensor
+    wo_a: Tensor
+    """(groups, heads * head_dim / groups, o_lora_rank): transposed for a batched product."""
+    wo_b: Tensor
+    sink: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SourceWeights:
+    """Compressor and index key projection of a kv source."""
+
+    w_in: Tensor
+    """(head_dim or 2 * head_dim, D): gate first where the ratio is 2, then the latent."""
+    norm: Tensor
+    wk: Tensor
+    k_norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexWeights:
+    """Index query projection and head weights, the constant factor included."""
+
+    wq_b: Tensor
+    weights_proj: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MoEWeights:
+    """Router, routed experts and shared expert."""
+
+    gate: Tensor
+    bias: Tensor
+    w13: Tensor
+    """(E, D, 2 * I), gate half first."""
+    w2: Tensor
+    """(E, I, D)."""
+    shared_w13: Tensor
+    """(2 * I, D)."""
+    shared_w2: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EngramWeights:
+    """Table, projection and hash constants of one Engram layer."""
+
+    table: Tensor
+    wkv: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    multipliers: Tensor
+    primes: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One target or drafter layer; parts that a layer does not have are None."""
+
+    ratio: int
+    attn_mix: MixWeights
+    ffn_mix: MixWeights
+    attention: AttentionWeights
+    moe: MoEWeights
+    source: SourceWeights | None
+    index: IndexWeights | None
+    engram: EngramWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHeadWeights:
+    """What the drafter has beside its layers."""
+
+    main_proj: Tensor
+    main_norm: Tensor
+    norm: Tensor
+    markov_embed: Tensor
+    markov_head: Tensor
+    confidence: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """Everything a step reads of the model."""
+
+    embed: Tensor
+    norm: Tensor
+    head: Tensor
+    compressed_ids: Tensor
+    layers: tuple[LayerWeights, ...]
+    draft_layers: tuple[LayerWeights, ...]
+    draft_head: DraftHeadWeights | None
+
+
+def _mix(block: Block, part: str) -> MixWeights:
+    return MixWeights(
+        getattr(block, f"hc_{part}_fn").data,
+        getattr(block, f"hc_{part}_scale").data,
+        getattr(block, f"hc_{part}_base").data,
+        getattr(block, f"{part}_norm").weight.data,
+    )
+
+
+def _attention(attn: Attention) -> AttentionWeights:
+    groups = attn.config.o_groups
+    return AttentionWeights(
+        torch.cat((attn.wq_a.weight.data, attn.wkv.weight.data)),
+        attn.q_norm.weight.data,
+        attn.wq_b.weight.data,
+        attn.kv_norm.weight.data,
+        attn.frequencies,
+        attn.wo_a.weight.data.unflatten(0, (groups, -1)).transpose(1, 2).contiguous(),
+        attn.wo_b.weight.data,
+        attn.attn_sink.data,
+    )
+
+
+def _source(attn: Attention) -> SourceWeights | None:
+    if not attn.is_source:
+        return None
+    compressor = attn.compressor
+    w_in = compressor.wkv.weight.data
+    if compressor.ratio > 1:
+        w_in = torch.cat((compressor.wgate.weight.data, w_in))
+    return SourceWeights(
+        w_in,
+        compressor.norm.weight.data,
+        attn.indexer.wk.weight.data,
+        attn.indexer.k_norm.weight.data,
+    )
+
+
+def _layer(block: Block) -> LayerWeights:
+    attn, ffn = block.attn, block.ffn
+    w13, w2 = ffn.experts.packed()
+    shared = ffn.shared_experts
+    moe = MoEWeights(
+        ffn.gate.weight.data,
+        ffn.gate.bias.data,
+        w13.data.contiguous(),
+        w2.data.contiguous(),
+        torch.cat((shared.w1.weight.data, shared.w3.weight.data)),
+        shared.w2.weight.data,
+    )
+    index = None
+    if attn.runs_indexer:
+        indexer = attn.indexer
+        index = IndexWeights(indexer.wq_b.weight.data, indexer.weights_proj.weight.data * indexer.scale)
+    engram = None
+    if hasattr(block, "engram"):
+        memory = block.engram
+        engram = EngramWeights(
+            memory.embed.weight.data,
+            memory.wkv.weight.data,
+            memory.q_weight.data,
+            memory.k_weight.data,
+            memory.multipliers,
+            memory.primes,
+            memory.offsets,
+        )
+    return LayerWeights(
+        attn.ratio,
+        _mix(block, "attn"),
+        _mix(block, "ffn"),
+        _attention(attn),
+        moe,
+        _source(attn),
+        index,
+        engram,
+    )
+
+
+def pack_weights(model: DraftModel, *, with_drafter: bool) -> StepWeights:
+    """Pack a loaded model. Unpacked parameters stay shared with the model; packed ones are new."""
+    draft_layers: tuple[LayerWeights, ...] = ()
+    draft_head = None
+    if with_drafter:
+        first, last = model.mtp[0], model.mtp[-1]
+        draft_layers = tuple(_layer(block) for block in model.mtp)
+        draft_head = DraftHeadWeights(
+            first.main_proj.weight.data,
+            first.main_norm.weight.data,
+            last.norm.weight.data,
+            last.markov_head.embed.weight.data,
+            last.markov_head.head.weight.data,
+            last.confidence_head.proj.weight.data,
+        )
+    return StepWeights(
+        model.embed.weight.data,
+        model.norm.weight.data,
+        model.head.weight.data,
+        model.compressed_ids,
+        tuple(_layer(block) for block in model.layers),
+        draft_layers,
+        draft_head,
+    )

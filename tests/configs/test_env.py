@@ -1,0 +1,16 @@
+"""What leaves for, and comes from, the process environment."""
+
+from pathlib import Path
+
+import pytest
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from decodegrid.configs.env import set_inductor_cache_dir
+
+
+def test_inductor_uses_the_directory_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "before"))
+    set_inductor_cache_dir(tmp_path / "after")
+    assert Path(cache_dir()) == tmp_path / "after"

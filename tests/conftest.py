@@ -1,0 +1,176 @@
+"""Model configs and models that tests of several folders share.
+
+`tiny_raw` is DeepSeek-V4.1 with every part on at 13 M parameters; `small_raw` is the same in 8
+layers of 32 channels, for float64 proofs. Both are parsed config.json objects, fresh for each test.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from decodegrid.graphs.drafter import DraftModel
+from decodegrid.graphs.model_config import ModelConfig, parse_model_config
+from decodegrid.graphs.random_init import randomise
+
+_TINY_TEXT = {
+    "model_type": "deepseek_v41_text",
+    "vocab_size": 1024,
+    "hidden_size": 192,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 64,
+    "o_lora_rank": 64,
+    "o_groups": 4,
+    "hidden_act": "silu",
+    "swiglu_limit": 10.0,
+    "rms_norm_eps": 1e-20,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1024,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 256,
+    },
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "sliding_window": 16,
+    "compress_ratios": [0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+    "compress_rope_theta": 160000,
+    "kv_source_layer_ids": [2, 4, 6],
+    "index_source_layer_ids": [2, 4, 6, 8, 10],
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 16,
+    "candidate_source_layer_id": 6,
+    "candidate_topk_blocks": 8,
+    "candidate_block_size": 8,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-06,
+    "engram_layer_ids": [1, 4],
+    "engram_num_embeddings": [3144, 3424],
+    "engram_max_ngram_size": 4,
+    "engram_vocab_size": 500,
+    "engram_n_heads": 2,
+    "engram_head_dim": 64,
+    "engram_pad_token_id": 2,
+    "engram_compressed_vocab_size": 768,
+    "num_nextn_predict_layers": 3,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 999,
+    "dspark_target_layer_ids": [9, 10, 11],
+    "dspark_markov_rank": 32,
+    "dspark_n_routed_experts": 8,
+    "dspark_num_experts_per_tok": 2,
+}
+
+# Layers: window, full, reuse, full, full + candidates, reuse, reindex, reuse; two drafter layers.
+_SMALL_CHANGES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 16,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "max_position_embeddings": 256,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 8,
+    "compress_ratios": [0, 2, 2, 2, 1, 1, 1, 1, 0, 0],
+    "kv_source_layer_ids": [1, 3, 4],
+    "index_source_layer_ids": [1, 3, 4, 6],
+    "index_head_dim": 16,
+    "index_topk": 6,
+    "candidate_source_layer_id": 4,
+    "candidate_topk_blocks": 4,
+    "candidate_block_size": 2,
+    "engram_layer_ids": [1, 3],
+    "engram_num_embeddings": [184, 258],
+    "engram_max_ngram_size": 3,
+    "engram_vocab_size": 41,
+    "engram_head_dim": 16,
+    "engram_compressed_vocab_size": 64,
+    "num_nextn_predict_layers": 2,
+    "dspark_noise_token_id": 95,
+    "dspark_target_layer_ids": [5, 6, 7],
+    "dspark_markov_rank": 8,
+    "dspark_n_routed_experts": 4,
+}
+
+
+def _config_json(text: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": ["DeepseekV41ForCausalLM"],
+        "model_type": "deepseek_v41",
+        "dtype": "float32",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "text_config": copy.deepcopy(text),
+    }
+
+
+@pytest.fixture
+def tiny_raw() -> dict[str, Any]:
+    """config.json of the 12-layer model."""
+    return _config_json(_TINY_TEXT)
+
+
+@pytest.fixture
+def small_raw() -> dict[str, Any]:
+    """config.json of the 8-layer model."""
+    return _config_json({**_TINY_TEXT, **_SMALL_CHANGES})
+
+
+@pytest.fixture
+def tiny_config(tiny_raw: dict[str, Any]) -> ModelConfig:
+    """The 12-layer config."""
+    return parse_model_config(tiny_raw)
+
+
+@pytest.fixture
+def small_config(small_raw: dict[str, Any]) -> ModelConfig:
+    """The 8-layer config: window 8, top-k 6 (selective from 13 tokens on at ratio 2, 7 at ratio
+    1), 4 candidate blocks of 2."""
+    return parse_model_config(small_raw)
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., DraftModel]:
+    """make_model(seed=0, dtype=torch.float64, **changes): a random model of the small config.
+
+    `changes` replace fields of text_config, with JSON values; what comes out is checked as any
+    config.json is.
+    """
+
+    def make(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> DraftModel:
+        raw = _config_json({**_TINY_TEXT, **_SMALL_CHANGES, **changes})
+        model = DraftModel(parse_model_config(raw))
+        model.cast(dtype)
+        randomise(model, seed)
+        return model.requires_grad_(False)
+
+    return make

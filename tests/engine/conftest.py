@@ -1,0 +1,272 @@
+"""A toy language model behind the runner protocol, and a tokenizer of bytes.
+
+The toy's next token is a hash of all tokens before it, read back through the block table, so a
+block that is missing, shared, stale or out of order changes the output or fails an assertion.
+Whether its drafts are right is a switch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+from zlib import crc32
+
+import deepseek_recipe as recipe
+import numpy as np
+import pytest
+import tokenizers
+
+from decodegrid.engine.runner_protocol import SlotRequest, StepResult
+from decodegrid.engine.tokenizer import Tokenizer
+
+SPECIALS = ["Bos", "Eos", "User", "Assistant", "System", "ThinkingStart", "ThinkingEnd", "Dsml"]
+FIRST_BYTE_ID = len(SPECIALS) + 2
+VOCAB_SIZE = FIRST_BYTE_ID + 256
+STALE = -99
+
+
+@dataclass(frozen=True)
+class Key:
+    num_reqs: int
+    num_query_tokens: int
+
+
+@dataclass
+class Slot:
+    blocks: list[int]
+    num_computed: int = 0
+    request: SlotRequest | None = None
+    seq_len: int = 0
+    last_token: int = STALE
+    drafts: list[int] = field(default_factory=list)
+
+
+class ToyModel:
+    """Next token = hash of the tokens before it; with a temperature, of the seed too."""
+
+    def next_token(self, tokens: Sequence[int], temperature: float = 0.0, seed: int = 0) -> int:
+        assert STALE not in tokens, "a position that was never written is read"
+        noise = (temperature, seed) if temperature else ()
+        value = crc32(repr((tuple(tokens), noise)).encode())
+        return FIRST_BYTE_ID + value % (VOCAB_SIZE - FIRST_BYTE_ID)
+
+    def generate(
+        self, prompt: Sequence[int], num_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            tokens.append(self.next_token(tokens, temperature, seed))
+        return tokens[len(prompt) :]
+
+
+class ScriptedModel(ToyModel):
+    """Continues every prompt of a given length with the same tokens, then with the toy's."""
+
+    def __init__(self, num_prompt_tokens: int, script: Sequence[int]) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.script = list(script)
+
+    def next_token(self, tokens: Sequence[int], temperature: float = 0.0, seed: int = 0) -> int:
+        index = len(tokens) - self.num_prompt_tokens
+        if 0 <= index < len(self.script):
+            assert STALE not in tokens
+            return self.script[index]
+        return super().next_token(tokens, temperature, seed)
+
+
+class FakeRunner:
+    """StepRunner over a toy model; every rule of the protocol is an assertion."""
+
+    def __init__(
+        self,
+        *,
+        num_draft_tokens: int = 5,
+        max_num_reqs: int = 4,
+        max_model_len: int = 96,
+        block_size: int = 4,
+        num_blocks: int = 0,
+        prefill_chunk_sizes: tuple[int, ...] = (4, 8),
+        drafts: int | Literal["mixed"] = 99,
+        model: ToyModel | None = None,
+    ) -> None:
+        """drafts: how many of each row's drafts are right, or "mixed" for a changing number."""
+        self.num_draft_tokens = num_draft_tokens
+        self.max_num_reqs = max_num_reqs
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.num_blocks = num_blocks or 1 + max_num_reqs * -(-max_model_len // block_size)
+        self.prefill_chunk_sizes = prefill_chunk_sizes
+        self.vocab_size = VOCAB_SIZE
+        self.num_compilations = 3
+        self.num_captured = 5
+        self.drafts = drafts
+        self.model = model or ToyModel()
+        self.slots: dict[int, Slot] = {}
+        self.memory = np.full((self.num_blocks, block_size), STALE, dtype=np.int64)
+        self.log: list[tuple[str, ...] | tuple[str, int] | tuple[str, int, int]] = []
+
+    def prefill(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        start: int,
+        history: tuple[int, int, int],
+        block_ids: Sequence[int],
+    ) -> None:
+        assert 1 <= len(token_ids) <= self.prefill_chunk_sizes[-1]
+        if start == 0:
+            assert slot not in self.slots, "a slot is reused before it was stopped"
+            self.slots[slot] = Slot([])
+        state = self.slots[slot]
+        assert state.request is None and start == state.num_computed
+        self._own(slot, block_ids)
+        assert list(history) == self._history(slot, start)
+        for offset, token_id in enumerate(token_ids):
+            self._write(slot, start + offset, token_id)
+        state.num_computed += len(token_ids)
+        self.log.append(("prefill", slot, len(token_ids)))
+
+    def start(self, slot: int, request: SlotRequest, block_ids: Sequence[int]) -> None:
+        state = self.slots.setdefault(slot, Slot([]))
+        assert state.request is None and state.num_computed == request.seq_len - 1
+        assert request.seq_len < request.max_seq_len <= self.max_model_len
+        assert len(request.stop_token_ids) <= 8 and 0 <= request.seed < 2**63
+        self._own(slot, block_ids)
+        assert list(request.history) == self._history(slot, request.seq_len - 1)
+        state.request = request
+        state.seq_len = request.seq_len
+        state.last_token = request.last_token
+        self.log.append(("start", slot))
+
+    def set_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+        state = self.slots[slot]
+        assert state.request is not None
+        assert list(block_ids[: len(state.blocks)]) == state.blocks
+        self._own(slot, block_ids)
+
+    def stop(self, slot: int) -> None:
+        state = self.slots.pop(slot)
+        self.memory[state.blocks] = STALE
+        self.log.append(("stop", slot))
+
+    def decode(self, slots: Sequence[int], num_query_tokens: int) -> StepResult:
+        assert len(set(slots)) == len(slots) <= self.max_num_reqs
+        widths = self._split(slots, num_query_tokens)
+        width = self.num_draft_tokens + 1
+        token_ids = np.full((len(slots), width), STALE, dtype=np.int64)
+        num_emitted = np.zeros(len(slots), dtype=np.int64)
+        for row, slot in enumerate(slots):
+            emitted = self._verify(slot, widths[row])
+            token_ids[row, : len(emitted)] = emitted
+            num_emitted[row] = len(emitted)
+        self.log.append(("decode", len(slots), num_query_tokens))
+        verified = np.asarray(widths, dtype=np.int64) - 1
+        key = Key(1 << (len(slots) - 1).bit_length(), 2 * num_query_tokens)
+        return StepResult(token_ids, num_emitted, verified, num_query_tokens, key)
+
+    def _split(self, slots: Sequence[int], num_query_tokens: int) -> list[int]:
+        """One token a row, the rest by draft position and then by row."""
+        room = []
+        for slot in slots:
+            state = self.slots[slot]
+            assert state.request is not None and state.seq_len < state.request.max_seq_len
+            room.append(min(len(state.drafts) + 1, state.request.max_seq_len - state.seq_len))
+        assert len(slots) <= num_query_tokens <= sum(room)
+        widths = [1] * len(slots)
+        left = num_query_tokens - len(slots)
+        for position in range(1, self.num_draft_tokens + 1):
+            for row in range(len(slots)):
+                if left and room[row] > position:
+                    widths[row] += 1
+                    left -= 1
+        return widths
+
+    def _verify(self, slot: int, width: int) -> list[int]:
+        state = self.slots[slot]
+        request = state.request
+        assert request is not None
+        needed = min(state.seq_len + self.num_draft_tokens + 1, request.max_seq_len)
+        assert len(state.blocks) * self.block_size >= needed
+        fed = [state.last_token, *state.drafts[: width - 1]]
+        emitted: list[int] = []
+        for index, token_id in enumerate(fed):
+            self._write(slot, state.seq_len - 1 + index, token_id)
+        for index in range(width):
+            context = self._read(slot, state.seq_len + index)
+            emitted.append(self.model.next_token(context, request.temperature, request.seed))
+            if index + 1 < width and fed[index + 1] != emitted[-1]:
+                break
+        context = self._read(slot, state.seq_len) + emitted
+        state.seq_len += len(emitted)
+        state.last_token = emitted[-1]
+        state.drafts = self._draft(context, request)
+        return emitted
+
+    def _draft(self, context: list[int], request: SlotRequest) -> list[int]:
+        count = self.num_draft_tokens
+        truth = []
+        for _ in range(count):
+            token_id = self.model.next_token(context + truth, request.temperature, request.seed)
+            truth.append(token_id)
+        right = len(context) * 7 % (count + 1) if self.drafts == "mixed" else self.drafts
+        return [t if i < right else (t + 1) % VOCAB_SIZE for i, t in enumerate(truth)]
+
+    def _own(self, slot: int, block_ids: Sequence[int]) -> None:
+        assert 1 <= slot <= self.max_num_reqs
+        assert all(0 < block_id < self.num_blocks for block_id in block_ids)
+        assert len(set(block_ids)) == len(block_ids)
+        for other, state in self.slots.items():
+            assert other == slot or not set(state.blocks) & set(block_ids), "a block has two owners"
+        self.slots[slot].blocks = list(block_ids)
+
+    def _write(self, slot: int, position: int, token_id: int) -> None:
+        block_id = self.slots[slot].blocks[position // self.block_size]
+        self.memory[block_id, position % self.block_size] = token_id
+
+    def _read(self, slot: int, num_tokens: int) -> list[int]:
+        rows = self.memory[self.slots[slot].blocks].reshape(-1)[:num_tokens]
+        assert len(rows) == num_tokens
+        return [int(token_id) for token_id in rows]
+
+    def _history(self, slot: int, position: int) -> list[int]:
+        return ([-1] * 3 + self._read(slot, position))[-3:]
+
+
+@pytest.fixture
+def toy() -> ToyModel:
+    return ToyModel()
+
+
+@pytest.fixture
+def scripted() -> type[ScriptedModel]:
+    return ScriptedModel
+
+
+@pytest.fixture
+def make_runner() -> Callable[..., FakeRunner]:
+    return FakeRunner
+
+
+@pytest.fixture(scope="session")
+def byte_id() -> Callable[[int], int]:
+    """Token id of a byte."""
+    return lambda byte: FIRST_BYTE_ID + byte
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer whose tokens are the special ones and the 256 bytes, in byte order."""
+    names = [getattr(recipe.SpecialToken, name).default_str() for name in SPECIALS]
+    names += ["<one>", "<two>"]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    # The alphabet in byte order: printable bytes stand for themselves, the rest from U+0100 on.
+    others = iter(char for char in alphabet if ord(char) > 255)
+    chars = [chr(b) if chr(b) in alphabet else next(others) for b in range(256)]
+    vocab = {name: index for index, name in enumerate([*names, *chars])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(names)
+    path: Path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return Tokenizer(path)

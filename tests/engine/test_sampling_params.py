@@ -1,0 +1,61 @@
+"""What sampling parameters accept, and how they refuse."""
+
+import math
+from typing import Any
+
+import pytest
+
+from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("temperature", -0.1, "-0.1"),
+        ("temperature", math.nan, "nan"),
+        ("temperature", math.inf, "inf"),
+        ("temperature", 1e9, "100"),
+        ("temperature", 1e-9, "1e-05"),
+        ("temperature", "1", "'1'"),
+        ("temperature", True, "True"),
+        ("max_tokens", 0, "at least 1, got 0"),
+        ("max_tokens", -3, "at least 1, got -3"),
+        ("max_tokens", 1.5, "1.5"),
+        ("seed", -1, "-1"),
+        ("seed", 2**63, str(2**63 - 1)),
+        ("stop_token_ids", [4, -2], r"stop_token_ids\[1\]"),
+        ("stop_token_ids", "12", "'12'"),
+        ("ignore_eos", 1, "true or false"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("top_p", 1.01, "above 0 and at most 1"),
+        ("top_p", math.nan, "above 0 and at most 1"),
+        ("top_p", 0.9, "not supported"),
+        ("top_k", 5, "not supported"),
+        ("min_p", 0.1, "not supported"),
+        ("n", 2, "not supported"),
+        ("min_tokens", 3, "not supported"),
+        ("presence_penalty", 0.5, "not supported"),
+        ("frequency_penalty", 0.5, "not supported"),
+        ("repetition_penalty", 1.1, "not supported"),
+        ("logprobs", 0, "not supported"),
+        ("prompt_logprobs", 1, "not supported"),
+        ("stop", "x", "not supported"),
+        ("stop", ["x"], "not supported"),
+        ("logit_bias", {1: 2.0}, "not supported"),
+    ],
+)
+def test_refused_by_name(field: str, value: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        SamplingParams(**{field: value})
+    assert str(caught.value).startswith(field)
+    assert "\n" not in str(caught.value)
+
+
+def test_accepted() -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=None, seed=2**63 - 1, stop_token_ids=[1, 2], stop=[], top_p=1
+    )
+    assert params.temperature == 0 and params.max_tokens is None
+    with pytest.raises(TypeError):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]

@@ -1,0 +1,267 @@
+"""The target's uncached forward, arranged for training on a CPU.
+
+Owns how the work is cut: attention in blocks of queries with hand-written gradients, compiled
+pieces between the matrix products, experts by permutation. Owns no formula of its own: parameters
+and every other piece are those of `decodegrid.graphs.model`, and a test holds loss and gradients
+against that module's forward. Data flow: ids -> `FastForward` -> ForwardOutput.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from decodegrid.graphs.attention import Attention, IndexTrace
+from decodegrid.graphs.model import Block, ForwardOutput, Model, MoE
+from decodegrid.kernels.engram import engram_gate, hash_rows
+from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre, initial_pre
+from decodegrid.kernels.indexer import candidate_mask, index_scores, top_k_mask
+from decodegrid.kernels.moe import grouped_product, route, swiglu
+from decodegrid.kernels.norm_rope import apply_rope, rms_norm, rope_angles
+from training.block_attention import BlockAttention, near_bias
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows of tokens in expert order; the gradient gathers by the inverse permutation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.count = x.shape[0]
+        return x.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return grad.index_select(0, back).view(ctx.count, -1, grad.shape[-1]).sum(1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Sum of the rows of each token; the gradient is `_Dispatch`'s forward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, back: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(token)
+        return rows.index_select(0, back).view(-1, top_k, rows.shape[-1]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (token,) = ctx.saved_tensors
+        return grad.index_select(0, token), None, None, None
+
+
+def _open(
+    stream: Tensor,
+    pre: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm: Tensor,
+    constants: tuple[float, float, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    norm_eps, hc_eps, iters = constants
+    next_pre, post, comb = hc_mix(
+        stream, fn, scale, base, norm_eps=norm_eps, hc_eps=hc_eps, iters=iters, unrolled=True
+    )
+    return next_pre, post, comb, rms_norm(hc_pre(stream, pre), norm, norm_eps)
+
+
+def _project(attn: Attention, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return attn.queries_and_keys(x, cos, sin)
+
+
+def _output(attn: Attention, attended: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return attn.output(attended, cos, sin)
+
+
+def _experts_hidden(gate_up: Tensor, weights: Tensor, limit: float) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return swiglu(gate, up, limit) * weights.unsqueeze(-1)
+
+
+def _shared_expert(moe: MoE, flat: Tensor, limit: float) -> Tensor:
+    return moe.shared_experts(flat, limit)
+
+
+def token_loss(model: Model, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy in nats over targets that are not -100: hidden (B, S, D), targets (B, S)."""
+    logits = model.head_logits(hidden)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100)
+
+
+class FastForward:
+    """Callable form of one model; one instance serves any number of shapes.
+
+    `compiler` wraps each piece (None: no compilation, for tests and odd shapes). `loads` holds the
+    (layers, experts) token counts of the latest call, for the router-bias update.
+    """
+
+    def __init__(self, model: Model, compiler: Compiler | None = None) -> None:
+        wrap: Compiler = compiler if compiler is not None else (lambda piece: piece)
+        config = model.config
+        self.model, self.config = model, config
+        self.constants = (config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+        self.open, self.post = wrap(_open), wrap(hc_post)
+        self.project, self.output = wrap(_project), wrap(_output)
+        self.experts_hidden, self.shared_expert = wrap(_experts_hidden), wrap(_shared_expert)
+        self.engram_gate, self.index_scores = wrap(engram_gate), wrap(index_scores)
+        self.route = wrap(route)
+        self.loss = wrap(token_loss)
+        self.attend = BlockAttention(config.sliding_window, wrap)
+        self.loads: list[Tensor] = []
+
+    def __call__(self, ids: Tensor, *, dense: bool, trace_indexer: bool = False) -> ForwardOutput:
+        """Whole sequences from position 0: (B, S) int64, S a multiple of the window.
+
+        `dense` ignores the selection: every layer sees all complete compressed entries; the
+        indexer then runs only if `trace_indexer`.
+        """
+        model, config = self.model, self.config
+        run = _Run(self, ids, dense, trace_indexer)
+        self.loads = []
+        stream = model.embed(ids).unsqueeze(2).repeat(1, 1, config.hc_mult, 1)
+        pre = initial_pre(stream)
+        taps = []
+        for layer, block in enumerate(model.layers):
+            assert isinstance(block, Block)
+            if layer in config.engram_layer_ids:
+                stream = self._engram(block, stream, model.lookback(ids))
+            if layer in config.dspark_target_layer_ids:
+                taps.append(stream.mean(2))
+            next_pre, post, comb, x = self._open(block, "attn", stream, pre)
+            stream = self.post(run.attention(block.attn, x), stream, post, comb)
+            pre, post, comb, x = self._open(block, "ffn", stream, next_pre)
+            stream = self.post(self._moe(block.ffn, x), stream, post, comb)
+        hidden = hc_pre(stream, pre)
+        gathered = torch.cat(taps, -1) if taps else hidden[..., :0]
+        return ForwardOutput(hidden, gathered, tuple(run.traces))
+
+    def _open(
+        self, block: Block, part: str, stream: Tensor, pre: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        names = [f"hc_{part}_fn", f"hc_{part}_scale", f"hc_{part}_base"]
+        norm = block.attn_norm if part == "attn" else block.ffn_norm
+        result: tuple[Tensor, Tensor, Tensor, Tensor] = self.open(
+            stream, pre, *(getattr(block, name) for name in names), norm.weight, self.constants
+        )
+        return result
+
+    def _engram(self, block: Block, stream: Tensor, lookback: Tensor) -> Tensor:
+        engram = block.engram
+        heads = self.config.engram_n_heads
+        rows = hash_rows(lookback, engram.multipliers, engram.primes, engram.offsets, heads)
+        kv = engram.wkv(F.embedding(rows, engram.embed.weight).flatten(-2))
+        out: Tensor = self.engram_gate(
+            stream, kv, engram.q_weight, engram.k_weight, self.config.rms_norm_eps
+        )
+        return out
+
+    def _moe(self, moe: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(moe, MoE)
+        config, limit = self.config, self.config.swiglu_limit
+        flat = x.reshape(-1, x.shape[-1])
+        ids, weights = self.route(
+            flat,
+            moe.gate.weight,
+            moe.gate.bias.detach(),
+            moe.top_k,
+            scaling=config.routed_scaling_factor,
+            normalise=config.norm_topk_prob,
+        )
+        chosen = ids.flatten()
+        order = chosen.argsort(stable=True)
+        load = chosen.bincount(minlength=moe.gate.weight.shape[0])
+        self.loads.append(load)
+        ends = load.cumsum(0).to(torch.int32)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel())
+        token = order // moe.top_k
+        w13, w2 = moe.experts.packed()
+        gate_up = grouped_product(_Dispatch.apply(flat, token, back), w13, ends)
+        sorted_weights = _Dispatch.apply(weights.reshape(-1, 1), order, back).squeeze(-1)
+        rows = grouped_product(self.experts_hidden(gate_up, sorted_weights, limit), w2, ends)
+        routed = _Combine.apply(rows, token, back, moe.top_k)
+        return (routed + self.shared_expert(moe, flat, limit)).view(x.shape)
+
+
+class _Run:
+    """State that attention layers hand on within one forward."""
+
+    def __init__(self, owner: FastForward, ids: Tensor, dense: bool, trace: bool) -> None:
+        self.owner, self.dense, self.trace = owner, dense, trace
+        self.positions = torch.arange(ids.shape[1])
+        self.near = near_bias(ids.shape[1], owner.config.sliding_window)
+        self.angles: dict[int, tuple[Tensor, Tensor]] = {}
+        self.traces: list[IndexTrace] = []
+        self.compressed: Tensor | None = None
+        self.index_keys: Tensor | None = None
+        self.far: Tensor | None = None
+        self.candidates: Tensor | None = None
+
+    def attention(self, attn: Attention, x: Tensor) -> Tensor:
+        """As `Attention.forward`, with this run as the cross-layer state."""
+        owner = self.owner
+        key = min(attn.ratio, 1)
+        if key not in self.angles:
+            self.angles[key] = rope_angles(self.positions, attn.frequencies)
+        cos, sin = self.angles[key]
+        low_rank, query, window_keys = owner.project(attn, x, cos, sin)
+        if attn.is_source:
+            latent = attn.compressor.norm(attn.compressor.pooled(x))
+            entry = torch.arange(latent.shape[1]) * attn.ratio
+            far_cos, far_sin = rope_angles(entry, attn.frequencies)
+            self.compressed = apply_rope(latent, far_cos, far_sin)
+            if self.trace or not self.dense:
+                source = latent.detach() if self.trace else latent
+                self.index_keys = attn.index_keys(source, far_cos, far_sin)
+        if attn.runs_indexer:
+            self._select(attn, x, low_rank, cos, sin)
+        compressed = self.compressed if attn.ratio else None
+        far = self.far if attn.ratio else None
+        attended, mass = owner.attend(
+            query, window_keys, attn.attn_sink, self.near, compressed, far, attn.ratio
+        )
+        if self.trace and mass is not None:
+            self.traces[-1].mass.append(mass)
+        out: Tensor = owner.output(attn, attended, cos, sin)
+        return out
+
+    def _select(
+        self, attn: Attention, x: Tensor, low_rank: Tensor, cos: Tensor, sin: Tensor
+    ) -> None:
+        assert self.compressed is not None
+        config = self.owner.config
+        lengths = (self.positions + 1) // attn.ratio
+        visible = torch.arange(self.compressed.shape[1]) < lengths[:, None]
+        if self.dense:
+            bias = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
+            self.far = bias.unsqueeze(0).expand(x.shape[0], -1, -1)
+            if not self.trace:
+                return
+        assert self.index_keys is not None
+        if self.trace:
+            x, low_rank = x.detach(), low_rank.detach()
+        query, weights = attn.index_queries(x, low_rank, cos, sin)
+        scores = self.owner.index_scores(query, weights, self.index_keys)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if self.dense:
+            self.traces.append(IndexTrace(attn.layer, scores))
+            return
+        if attn.layer == config.candidate_source_layer_id:
+            self.candidates = candidate_mask(
+                scores.detach(),
+                lengths.expand(scores.shape[:-1]),
+                config.candidate_block_size,
+                config.candidate_topk_blocks,
+            )
+        elif self.candidates is not None:
+            scores = scores.masked_fill(~self.candidates, float("-inf"))
+        selected = top_k_mask(scores.detach(), config.index_topk)
+        self.far = torch.zeros(selected.shape).masked_fill(~selected, float("-inf"))
+        if self.trace:
+            kept = scores.masked_fill(~selected, float("-inf"))
+            self.traces.append(IndexTrace(attn.layer, kept))
