@@ -1,8 +1,9 @@
-"""The small interface that every device back end has, and the driver that captures a grid through it.
+"""The small interface that every device back end has, and the driver that captures a grid through
+it.
 
-Owns the names `CapturedGraph` and `CaptureBackend`, the order of captures, and their count, phase and progress.
-Does not own a device's way to capture. Data flow: a grid, a back end and a maker of steps go in, a look-up
-table from keys to captured graphs comes out.
+Owns the names `CapturedGraph` and `CaptureBackend`, the order of captures, and their count, phase
+and progress. Does not own a device's way to capture. Data flow: a grid, a back end and a maker of
+steps go in, a look-up table from keys to captured graphs comes out.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -12,7 +13,8 @@ from decodegrid.capture.counters import CaptureCounters
 from decodegrid.capture.phases import PhaseClock, Progress
 
 Step = Callable[[], None]
-"""A step bound to its static buffers: no arguments, no result, no host decision that a replay may change."""
+"""A step bound to its static buffers: no arguments, no result, no host decision that a replay may
+change."""
 
 
 class CapturedGraph(Protocol):

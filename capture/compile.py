@@ -1,10 +1,12 @@
-"""How the regions of a step are compiled: once each, with symbolic sizes, and never behind one's back.
+"""How the regions of a step are compiled: once each, with symbolic sizes, and never behind one's
+back.
 
-A region is a pure function of tensors that writes its results into output tensors among its arguments and
-returns None. Owns the torch.compile settings, the count of compilations and the way down to the innermost
-compiled callable, which a CPU graph replays without Dynamo, guards or AOTAutograd wrappers. Does not own what
-a region computes nor when a step is captured. Data flow: graphs hand functions to `RegionCompiler.region`; a
-step calls the regions; while a recorder is active each call leaves (callable, arguments) in its program.
+A region is a pure function of tensors that writes its results into output tensors among its
+arguments and returns None. Owns the torch.compile settings, the count of compilations and the way
+down to the innermost compiled callable, which a CPU graph replays without Dynamo, guards or
+AOTAutograd wrappers. Does not own what a region computes nor when a step is captured. Data flow:
+graphs hand functions to `RegionCompiler.region`; a step calls the regions; while a recorder is
+active each call leaves (callable, arguments) in its program.
 """
 
 import inspect
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
-from torch._dynamo.exc import BackendCompilerFailed, RecompileError
+from torch._dynamo.exc import BackendCompilerFailed, RecompileError, TorchDynamoException
 
 from decodegrid.capture.counters import CaptureCounters
 from decodegrid.capture.lowering import (
@@ -62,9 +64,10 @@ class Region:
         """Run the region, compiling it if this is one of its planned variants.
 
         Raises:
-            RegionError: the region returns something, or its written arguments share memory with others.
-                UnplannedCompilationError: the call needs a compilation that is not planned, or comes after
-                `freeze`; says which guard failed.
+            RegionError: the region returns something, or while recording what it writes shares
+                memory with another argument.
+            UnplannedCompilationError: the call needs a compilation that is not planned, or comes
+                after `freeze`; says which guard failed.
         """
         self._compiler._call(self, self._compiled, args)
 
@@ -125,13 +128,15 @@ class RegionCompiler:
 
         Args:
             function: writes its results into its arguments and returns None; no graph breaks.
-            dynamic: argument name -> dimensions that are symbolic (sizes 2 and up); for an argument that is a
-                list or tuple of tensors the dimensions hold for each. Everything else is static.
+            dynamic: argument name -> dimensions that are symbolic (sizes 2 and up); for an
+                argument that is a list or tuple of tensors the dimensions hold for each.
+                Everything else is static.
             name: unique among the regions; None takes the function's name.
             variants: planned compilations, more than 1 when static arguments take several values.
 
         Raises:
-            ValueError: not a plain function, an unknown argument in `dynamic`, or a name that is taken.
+            ValueError: not a plain function, an unknown argument in `dynamic`, or a name that is
+                taken.
         """
         if not isinstance(function, types.FunctionType):
             raise ValueError(f"a region needs a plain function, not {function!r}")
@@ -157,11 +162,12 @@ class RegionCompiler:
         own.__kwdefaults__ = function.__kwdefaults__
         return Region(self, name, own, dynamic, variants)
 
-    def opaque(self, function: Callable[..., None]) -> Callable[..., None]:
+    def opaque(self, function: Callable[..., object]) -> Callable[..., None]:
         """Make a call that runs as it is, uncompiled, and is recorded as an entry of its own.
 
         Args:
-            function: a custom op of positional arguments that writes into its arguments and returns None.
+            function: a custom op of positional arguments that writes into its arguments and
+                returns None.
         """
         spread = SpreadCall(function)
 
@@ -227,11 +233,15 @@ class RegionCompiler:
                 result = compiled(*args)
             except BackendCompilerFailed as error:
                 inner = error.inner_exception
+                error.add_note(f"while compiling region {region.name!r}")
                 if isinstance(inner, UnplannedCompilationError):
                     reason = self._guard_failure(compiled, args)
                     raise UnplannedCompilationError(f"{inner}: {reason}") from None
                 if isinstance(inner, RegionError):
                     raise inner from None
+                raise
+            except TorchDynamoException as error:
+                error.add_note(f"while tracing region {region.name!r}")
                 raise
             finally:
                 self._current_args = outer_args
@@ -253,7 +263,8 @@ class RegionCompiler:
             self.progress.describe(f"compile {region.name}")
 
     def _guard_failure(self, compiled: Callable[..., object], args: tuple[Any, ...]) -> str:
-        """Why the compiled variants do not fit a call: the same call again, made to fail with a reason."""
+        """Why the compiled variants do not fit a call: the same call again, made to fail with a
+        reason."""
         try:
             with dynamo_config.patch(error_on_recompile=True):
                 compiled(*args)
@@ -270,14 +281,15 @@ class RegionCompiler:
             why = (
                 "all compilations are frozen"
                 if self._frozen
-                else (f"its {region.variants} planned compilation(s) are made")
+                else f"its {region.variants} planned compilation(s) are made"
             )
             raise UnplannedCompilationError(
                 f"region {region.name!r} needs another compilation, but {why}"
             )
         if graph_outputs(module):
             raise RegionError(
-                f"region {region.name!r} returns a tensor; it must write its results into its arguments"
+                f"region {region.name!r} returns a tensor; "
+                "it must write its results into its arguments"
             )
         self.counters.count_compilation(region.name)
         if self.progress is not None:
@@ -291,14 +303,14 @@ class RegionCompiler:
         return lower_inductor(region.name, module, inputs, hook)
 
     def _record(self, region: Region, call: InnerCall) -> None:
-        """Append a region's call to the program being recorded, if its arguments are the caller's own."""
+        """Append a call to the recorded program, if its arguments are the caller's own."""
         if self._recorder is None:
             return
         own = {id(item) for item in call.outer_args}
         if any(isinstance(arg, torch.Tensor) and id(arg) not in own for arg in call.args):
             raise RegionError(
-                f"region {region.name!r}: AOTAutograd rebuilds its arguments at run time; some that it "
-                "writes share memory with others"
+                f"region {region.name!r}: AOTAutograd rebuilds its arguments at run time; some "
+                "that it writes share memory with others"
             )
         overlap = find_overlap(call.args, call.written)
         if overlap is not None:

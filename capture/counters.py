@@ -1,8 +1,9 @@
 """Counters of compilations and captures, held against their plans.
 
-Owns four numbers and the moment at which start-up declares itself ready. Does not compile or capture. Data
-flow: regions and the capture driver plan and count here; start-up calls `declare_ready`; tests, reports and
-the engine read `compilations_after_ready` or call `check_still`.
+Owns four numbers and the moment at which start-up declares itself ready. Does not compile or
+capture. Data flow: regions and the capture driver plan and count here; start-up calls
+`declare_ready`; tests, reports and the engine read `compilations_after_ready` or call
+`check_still`.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field
 class CaptureCounters:
     """How many compilations and captures were planned and made.
 
-    num_compilations counts Dynamo frames that reached the compiler; num_captured counts captured pairs.
+    num_compilations counts Dynamo frames that reached the compiler; num_captured counts captured
+    pairs.
     """
 
     planned_by_region: dict[str, int] = field(default_factory=dict)

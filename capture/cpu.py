@@ -1,8 +1,9 @@
 """Capture and replay on the CPU: a flat list of compiled regions bound to static buffers.
 
-Owns the replay loop. Does not own compilation (`decodegrid.capture.compile`) or the rules of recording
-(`decodegrid.capture.program`). Data flow: a step runs once under a recorder; the recorded calls become a
-`CpuGraph`; each replay makes the same calls with the same tensors and nothing in between.
+Owns the replay loop. Does not own compilation (`decodegrid.capture.compile`) or the rules of
+recording (`decodegrid.capture.program`). Data flow: a step runs once under a recorder; the
+recorded calls become a `CpuGraph`; each replay makes the same calls with the same tensors and
+nothing in between.
 """
 
 from collections.abc import Hashable
@@ -31,7 +32,8 @@ class CpuGraph:
     def replay(self) -> None:
         """Run the program on what its static buffers hold now."""
         with torch.no_grad():
-            # Compiled code empties the list it is given to free its arguments early, so each call gets a copy.
+            # Compiled code empties the list it is given to free its arguments early, so each call
+            # gets a copy.
             for function, args in self._program:
                 function(args[:])
 
@@ -47,8 +49,8 @@ class CpuBackend:
     def capture(self, key: Hashable, step: Step) -> CpuGraph:
         """Run the step once under a recorder and keep the calls that it made.
 
-        Regions that were not called before are compiled on the way. The state that the step writes is really
-        written.
+        Regions that were not called before are compiled on the way. The state that the step writes
+        is really written.
 
         Raises:
             StrayOpError: a tensor operation other than a view ran outside of a region; names it.

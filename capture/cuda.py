@@ -1,8 +1,8 @@
 """Capture and replay on CUDA: the same step recorded into a torch.cuda.CUDAGraph.
 
-Owns the side stream and the memory pool that all graphs share. Does not own compilation or the order of
-captures. Data flow: a step is warmed up and then captured on one side stream; replays run on the caller's
-stream. This back end has been traced only: nothing here has run on a card.
+Owns the side stream and the memory pool that all graphs share. Does not own compilation or the
+order of captures. Data flow: a step is warmed up and then captured on one side stream; replays run
+on the caller's stream. This back end has been traced only: nothing here has run on a card.
 """
 
 from collections.abc import Hashable
@@ -36,8 +36,8 @@ class CudaBackend:
 
     Args:
         device: the card that holds the static buffers.
-        num_warmups: runs before each capture, on the capture stream, so that lazy set-up of libraries and
-            kernels for these shapes is not recorded.
+        num_warmups: runs before each capture, on the capture stream, so that lazy set-up of
+            libraries and kernels for these shapes is not recorded.
 
     Raises:
         RuntimeError: no CUDA device is available.
@@ -54,7 +54,8 @@ class CudaBackend:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, key: Hashable, step: Step) -> CudaGraph:
-        """Warm the step up and capture it; the warm-ups really write state, the capture does not."""
+        """Warm the step up and capture it; the warm-ups really write state, the capture does
+        not."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.no_grad():
             self._stream.wait_stream(torch.cuda.current_stream(self._device))

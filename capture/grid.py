@@ -1,9 +1,10 @@
 """Graph keys, the grid of captured sizes, and the choice of a captured size for a live batch.
 
-Owns the arithmetic of (requests, query tokens) pairs: which pairs are captured, in which order, and which of
-them serves a live batch. Does not own what a graph contains or how it is captured. Data flow: a deployment's
-limits go in, a `Grid` comes out; at start `check_coverage` proves it; each step `Grid.select` maps a live
-(requests, query tokens) to one captured key with two list look-ups.
+Owns the arithmetic of (requests, query tokens) pairs: which pairs are captured, in which order,
+and which of them serves a live batch. Does not own what a graph contains or how it is captured.
+Data flow: a deployment's limits go in, a `Grid` comes out; at start `check_coverage` proves it;
+each step `Grid.select` maps a live (requests, query tokens) to one captured key with two list
+look-ups.
 """
 
 from bisect import bisect_left
@@ -19,13 +20,15 @@ class CoverageError(ValueError):
 class GraphKey:
     """The two sizes of one captured step graph.
 
-    A live batch of b requests and q query tokens may run in it when b <= num_reqs and q <= num_query_tokens.
+    A live batch of b requests and q query tokens may run in it when b <= num_reqs and q <=
+    num_query_tokens.
     """
 
     num_reqs: int
     """Rows of the graph, 1 or more."""
     num_query_tokens: int
-    """Query tokens of the graph, at least num_reqs; a `Grid` also checks num_reqs * (drafts + 1)."""
+    """Query tokens of the graph, at least num_reqs; a `Grid` also checks num_reqs * (drafts +
+    1)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_reqs <= self.num_query_tokens:
@@ -48,8 +51,8 @@ Cost = Callable[[GraphKey], float]
 def stand_in_cost(num_draft_tokens: int) -> Cost:
     """A cost that orders pairs until a measured step-time surface exists.
 
-    Counts the rows that each pair computes: Q through the target and K for each of B requests through the
-    drafter. The unit is rows, not time.
+    Counts the rows that each pair computes: Q through the target and K for each of B requests
+    through the drafter. The unit is rows, not time.
     """
 
     def cost(key: GraphKey) -> float:
@@ -59,7 +62,8 @@ def stand_in_cost(num_draft_tokens: int) -> Cost:
 
 
 class Grid:
-    """A set of captured pairs with a look-up from live batches to the cheapest pair that covers them.
+    """A set of captured pairs with a look-up from live batches to the cheapest pair that covers
+    them.
 
     Args:
         keys: the captured pairs; order and repeats do not matter.
@@ -133,16 +137,16 @@ class Grid:
         key = self._find(num_reqs, num_query_tokens)
         if key is None:
             raise CoverageError(
-                f"no captured pair covers {num_reqs} requests with {num_query_tokens} query tokens; "
-                f"the largest captured pair is {self.capture_order()[0]}"
+                f"no captured pair covers {num_reqs} requests with {num_query_tokens} query "
+                f"tokens; the largest captured pair is {self.capture_order()[0]}"
             )
         return key
 
     def check_coverage(self) -> None:
         """Prove that every admissible batch has a captured pair.
 
-        What covers (b, q) covers every (b, q') with q' <= q, so the fullest batch of each b decides; a hole
-        is then searched in order so that the error names the first.
+        What covers (b, q) covers every (b, q') with q' <= q, so the fullest batch of each b
+        decides; a hole is then searched in order so that the error names the first.
 
         Raises:
             CoverageError: names the first uncovered (requests, query tokens).
@@ -157,8 +161,8 @@ class Grid:
         most = key.num_reqs * (self.num_draft_tokens + 1)
         if key.num_query_tokens > most:
             raise ValueError(
-                f"graph key {key}: {key.num_reqs} requests with {self.num_draft_tokens} drafts have at "
-                f"most {most} query tokens"
+                f"graph key {key}: {key.num_reqs} requests with {self.num_draft_tokens} drafts "
+                f"have at most {most} query tokens"
             )
         if key.num_reqs > self.max_num_reqs:
             raise ValueError(
@@ -171,8 +175,9 @@ class Grid:
     def _build_table(self, cost: Cost) -> None:
         """Fill a table over captured sizes only, so that it stays small for large batch limits.
 
-        Row i stands for live batches whose request count rounds up to the i-th captured one, columns likewise
-        for query tokens; the last row and column stand for "larger than anything captured".
+        Row i stands for live batches whose request count rounds up to the i-th captured one,
+        columns likewise for query tokens; the last row and column stand for
+        "larger than anything captured".
         """
         req_sizes = sorted({key.num_reqs for key in self.keys})
         token_sizes = sorted({key.num_query_tokens for key in self.keys})
@@ -201,9 +206,10 @@ def build_grid(
     Args:
         max_num_reqs: most live requests of a step.
         num_draft_tokens: K, drafts per request and step.
-        num_reqs: request counts to capture; empty means powers of two up to max_num_reqs. max_num_reqs is
+        num_reqs: request counts to capture; empty means powers of two up to max_num_reqs.
+            max_num_reqs is always added.
+        num_query_tokens_per_req: query tokens per request to capture; empty means 1..K+1. K+1 is
             always added.
-        num_query_tokens_per_req: query tokens per request to capture; empty means 1..K+1. K+1 is always added.
 
     Returns:
         The checked grid of all (B, B * n).

@@ -1,16 +1,17 @@
 """How one traced region becomes the innermost callable that a replay calls.
 
-Owns the compiler settings, the marks for symbolic dimensions, and the checks that nothing of a region's work
-happens outside the compiled code. Does not count or plan compilations (`decodegrid.capture.compile`). Data
-flow: Dynamo hands a graph to `lower_eager` or `lower_inductor`; the callable that comes back reports each of
-its calls, with the innermost callable and its flat arguments, to a hook.
+Owns the compiler settings, the marks for symbolic dimensions, and the checks that nothing of a
+region's work happens outside the compiled code. Does not count or plan compilations
+(`decodegrid.capture.compile`). Data flow: Dynamo hands a graph to `lower_eager` or
+`lower_inductor`; the callable that comes back reports each of its calls, with the innermost
+callable and its flat arguments, to a hook.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -23,7 +24,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from decodegrid.capture.program import SpreadCall
 
 Backend = Literal["inductor", "eager", "none"]
-MARK_ATTRIBUTES = ("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides")
+MARK_PREFIXES = ("_dynamo_", "_has_dynamo_", "_specialize_on")
 
 
 class RegionError(ValueError):
@@ -35,10 +36,11 @@ class CompileOptions:
     """Settings of the compiler that are the same for every region."""
 
     backend: Backend = "inductor"
-    """inductor: generated code. eager: traced whole, run by torch operators. none: the plain function."""
+    """inductor: generated code. eager: traced whole, run by torch operators. none: the plain
+    function."""
     cache_dir: Path | None = None
-    """Where generated code and compiled graphs are kept for the next start; None keeps torch's default. torch
-    reads it from the process environment, so it holds for the whole process."""
+    """Where generated code and compiled graphs are kept for the next start; None keeps torch's
+    default. torch reads it from the process environment, so it holds for the whole process."""
     num_threads: int | None = None
     """Threads compiled into CPU loops; None takes torch.get_num_threads() at compile time."""
 
@@ -65,13 +67,16 @@ def compile_settings(options: CompileOptions) -> Iterator[None]:
     """The torch settings under which regions are compiled."""
     threads = options.num_threads
     with ExitStack() as stack:
-        # Only marked dimensions are symbolic; a change anywhere else is a compilation, which is counted.
+        # Only marked dimensions are symbolic; a change anywhere else is a compilation, which is
+        # counted.
         stack.enter_context(
             dynamo_config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False)
         )
-        # Two sizes that are equal while compiling stay two symbols.
-        stack.enter_context(symbolic_config.patch(use_duck_shape=False))
-        # A hit in this cache would skip the inner compiler, through which the innermost callable is found.
+        # Two sizes that are equal while compiling stay two symbols. Marked dimensions do so anyway;
+        # this says it for sizes that a trace derives.
+        stack.enter_context(symbolic_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+        # A hit in this cache would skip the inner compiler, through which the innermost callable
+        # is found.
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         stack.enter_context(
             inductor_config.patch(
@@ -108,14 +113,14 @@ def lower_inductor(
     """Compile a traced region with inductor; calls `hook` before each run.
 
     Raises:
-        RegionError: AOTAutograd keeps some of the region's writes for after the compiled code, or there is
-            nothing to compile.
+        RegionError: AOTAutograd keeps some of the region's writes for after the compiled code, or
+            there is nothing to compile.
     """
     outer_args: list[Sequence[Any]] = []
 
     def inner_compile(
         inner: torch.fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
-    ) -> Callable[[list[Any]], Any]:
+    ) -> Any:
         if graph_outputs(inner):
             raise RegionError(
                 f"region {name!r}: AOTAutograd would finish its writes outside the compiled code"
@@ -133,7 +138,8 @@ def lower_inductor(
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    compiled_outer = compile_fx(module, inputs, inner_compile=inner_compile)
+    lowered = compile_fx(module, inputs, inner_compile=inner_compile)
+    compiled_outer = cast("Callable[..., Any]", lowered)
 
     def outer(*flat: Any) -> Any:
         outer_args.append(flat)
@@ -185,8 +191,8 @@ def marked_dynamic(
         dynamic: argument name -> symbolic dimensions.
         arguments: argument name -> a tensor, or a list or tuple of tensors.
 
-    Marks are attributes of the tensors; they are taken off afterwards because the same buffer may be static in
-    another region.
+    Marks are attributes of the tensors; they are taken off afterwards because the same buffer may
+    be static in another region.
 
     Raises:
         RegionError: a marked dimension has size 0 or 1, which would be compiled as a constant.
@@ -207,6 +213,5 @@ def marked_dynamic(
         yield
     finally:
         for tensor in marked:
-            for attribute in MARK_ATTRIBUTES:
-                if hasattr(tensor, attribute):
-                    delattr(tensor, attribute)
+            for attribute in [name for name in vars(tensor) if name.startswith(MARK_PREFIXES)]:
+                delattr(tensor, attribute)

@@ -1,7 +1,7 @@
 """Where start-up time goes: named phases whose table sums to the wall clock, and a progress bar.
 
-Owns the stop watch and the bar. Does not decide what a phase is. Data flow: loaders, the region compiler and
-the capture driver open phases; the command line prints `PhaseClock.format`.
+Owns the stop watch and the bar. Does not decide what a phase is. Data flow: loaders, the region
+compiler and the capture driver open phases; the command line prints `PhaseClock.format`.
 """
 
 import sys
@@ -30,8 +30,8 @@ class PhaseTime:
 class PhaseClock:
     """A stop watch over nested phases.
 
-    A phase opened inside another one pauses the outer one, so each second is counted once and the table sums to
-    the wall clock. Phases of one name add up.
+    A phase opened inside another one pauses the outer one, so each second is counted once and the
+    table sums to the wall clock. Phases of one name add up.
 
     Args:
         now: a monotonic clock in seconds.
@@ -129,7 +129,9 @@ class Progress:
 
     def __init__(self, total: int, forced: bool = False) -> None:
         hidden = not forced and not sys.stderr.isatty()
-        self._bar = tqdm(total=total, file=sys.stderr, disable=hidden, unit="graph", leave=False, mininterval=0)
+        self._bar = tqdm(
+            total=total, file=sys.stderr, disable=hidden, unit="graph", leave=False, mininterval=0
+        )
 
     def describe(self, what: str) -> None:
         """Show what is being worked on."""

@@ -1,12 +1,13 @@
 """The program of a step on the CPU: what is recorded while a step runs once, and what is refused.
 
-Owns the list of (callable, arguments) entries and the guard against tensor operations that no entry would
-repeat. Does not compile and does not replay. Data flow: `RegionCompiler` appends an entry for each region or
-opaque call made while a recorder is active; `decodegrid.capture.cpu` turns the entries into a graph.
+Owns the list of (callable, arguments) entries and the guard against tensor operations that no
+entry would repeat. Does not compile and does not replay. Data flow: `RegionCompiler` appends an
+entry for each region or opaque call made while a recorder is active; `decodegrid.capture.cpu`
+turns the entries into a graph.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,15 +19,19 @@ Program = list[tuple[Callable[[list[Any]], object], list[Any]]]
 
 
 class StrayOpError(ValueError):
-    """A tensor operation ran outside a region or an opaque call during capture; replay would lose it."""
+    """A tensor operation ran outside a region or an opaque call during capture; replay would lose
+    it."""
 
 
 class StrayOpGuard(TorchDispatchMode):
     """Lets views through and refuses every other tensor operation.
 
-    A view made during capture only binds an argument to a part of a static buffer. Anything that computes,
-    writes, allocates or reads a value would happen once, at capture, and never again.
+    A view made during capture only binds an argument to a part of a static buffer. Anything that
+    computes, writes, allocates or reads a value would happen once, at capture, and never again.
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
@@ -38,8 +43,8 @@ class StrayOpGuard(TorchDispatchMode):
         """Run a view, raise StrayOpError for anything else."""
         if not is_view_op(func):
             raise StrayOpError(
-                f"operation {func} runs outside a region during capture; a replay would not repeat it. "
-                "Move it into a region, or call it through RegionCompiler.opaque"
+                f"operation {func} runs outside a region during capture; a replay would not "
+                "repeat it. Move it into a region, or call it through RegionCompiler.opaque"
             )
         return func(*args, **(kwargs or {}))
 
@@ -48,7 +53,8 @@ def is_view_op(func: torch._ops.OpOverload) -> bool:
     """Whether an operator only returns views of its arguments and writes nothing."""
     schema = func._schema
     if func is torch.ops.aten.lift_fresh.default:
-        # Its input is a tensor built from Python values: a constant frozen at capture, not a view of a buffer.
+        # Its input is a tensor built from Python values: a constant frozen at capture, not a view
+        # of a buffer.
         return False
     views = bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
@@ -62,7 +68,7 @@ class ProgramRecorder:
 
     def __init__(self) -> None:
         self.program: Program = []
-        self._guard = StrayOpGuard()
+        self._guard: AbstractContextManager[object] = StrayOpGuard()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -73,7 +79,8 @@ class ProgramRecorder:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Lift the guard while a region or an opaque call runs; only inside `recording`."""
-        # Dynamo refuses to compile under a dispatch mode, so the mode leaves the stack instead of ignoring calls.
+        # Dynamo refuses to compile under a dispatch mode, so the mode leaves the stack instead of
+        # ignoring calls.
         self._guard.__exit__(None, None, None)
         try:
             yield
@@ -106,7 +113,8 @@ def find_overlap(args: Sequence[Any], written: frozenset[int]) -> tuple[int, int
         written: indices of the arguments that the call writes.
 
     Returns:
-        (written index, other index), or None. Adjacent or interleaved views of one storage do not overlap.
+        (written index, other index), or None. Adjacent or interleaved views of one storage do not
+        overlap.
     """
     by_storage: dict[int, list[int]] = {}
     for index, arg in enumerate(args):

@@ -10,11 +10,12 @@ from types import MappingProxyType
 import torch
 
 from decodegrid.capture.backend import CaptureBackend, CapturedGraph, Step, capture_all
-from decodegrid.capture.compile import Backend, CompileOptions, RegionCompiler
+from decodegrid.capture.compile import RegionCompiler
 from decodegrid.capture.counters import CaptureCounters
 from decodegrid.capture.cpu import CpuBackend
 from decodegrid.capture.cuda import CudaBackend
 from decodegrid.capture.grid import Grid, GraphKey, build_grid
+from decodegrid.capture.lowering import Backend, CompileOptions
 from decodegrid.capture.phases import PhaseClock, Progress
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.runner import PrefillKey, Runner
@@ -137,7 +138,7 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
     compiler = RegionCompiler(options.compile_options, counters, clock)
     regions = make_regions(config, capacity, compiler, options.compile_options.backend)
     backend: CaptureBackend = (
-        CudaBackend() if options.device == "cuda" else CpuBackend(compiler)
+        CudaBackend(torch.device("cuda")) if options.device == "cuda" else CpuBackend(compiler)
     )
     progress = None
     if options.show_progress:

@@ -40,7 +40,7 @@ class LLM:
         for the file, ValueError or OSError for the checkpoint.
         """
         # Imported here: the scheduler, the tokenizer and the command line work without torch.
-        from decodegrid.engine.runner import build_runner
+        from decodegrid.engine.build import build_runner
 
         loaded = _load(config)
         tokenizer = Tokenizer(loaded.checkpoint_dir / "tokenizer.json")

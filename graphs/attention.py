@@ -119,6 +119,8 @@ class Indexer(nn.Module):
 class Attention(nn.Module):
     """One layer's attention. `layer` counts drafter layers after the target's."""
 
+    frequencies: Tensor
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer = config, layer

@@ -8,11 +8,13 @@ Source: DeepSeek-V4.1-Flash `inference/model.py` (DSparkBlock, DSparkAttention, 
 DSparkConfidenceHead); DSpark paper section 3.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from decodegrid.graphs.attention import Norm, linear
-from decodegrid.graphs.model import Block, Model
+from decodegrid.graphs.model import Block, Embedding, Model
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.kernels.hyper_connection import hc_post, hc_pre, initial_pre
 from decodegrid.kernels.norm_rope import island, rope_angles
@@ -24,7 +26,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed = nn.Embedding(config.vocab_size, config.dspark_markov_rank)
+        self.embed = Embedding(config.vocab_size, config.dspark_markov_rank)
         self.head = linear(config.dspark_markov_rank, config.vocab_size)
 
 
@@ -75,16 +77,21 @@ class DraftModel(Model):
             DraftBlock(config, i) for i in range(config.num_nextn_predict_layers)
         )
 
+    @property
+    def draft_blocks(self) -> list[DraftBlock]:
+        """The drafter's layers; the last carries norm and heads."""
+        return cast(list[DraftBlock], list(self.mtp))
+
     def draft_context(self, taps: Tensor) -> Tensor:
         """Drafter's view of target tokens: taps (..., taps * D) -> (..., D)."""
-        first = self.mtp[0]
+        first = self.draft_blocks[0]
         return first.main_norm(first.main_proj(taps))
 
     def context_keys(self, context: Tensor, positions: Tensor) -> list[Tensor]:
         """Rotated context keys of each drafter layer: (..., D) -> list of (..., d)."""
         return [
             block.attn.window_keys(context, *rope_angles(positions, block.attn.frequencies))
-            for block in self.mtp
+            for block in self.draft_blocks
         ]
 
     def draft_hidden(
@@ -103,7 +110,7 @@ class DraftModel(Model):
         slots = positions.unsqueeze(1) + torch.arange(size, device=positions.device)
         stream = self.embed(ids).unsqueeze(2).expand(-1, -1, config.hc_mult, -1)
         pre = initial_pre(stream)
-        for block, layer_keys in zip(self.mtp, keys, strict=True):
+        for block, layer_keys in zip(self.draft_blocks, keys, strict=True):
             next_pre, post, comb = block.mix("attn", stream)
             x = block.attn_norm(hc_pre(stream, pre))
             update = block.draft_attention(x, slots, layer_keys, live)
@@ -115,12 +122,12 @@ class DraftModel(Model):
 
     def draft_base_logits(self, hidden: Tensor) -> Tensor:
         """Draft logits without the Markov bias: (..., D) -> (..., vocab), fp32 island."""
-        normed = island(self.mtp[-1].norm(hidden))
+        normed = island(self.draft_blocks[-1].norm(hidden))
         return normed @ self.head.weight.to(normed.dtype).t()
 
     def markov(self, previous: Tensor) -> tuple[Tensor, Tensor]:
         """Markov embedding (..., rank) of the previous token and its logit bias (..., vocab)."""
-        head = self.mtp[-1].markov_head
+        head = self.draft_blocks[-1].markov_head
         embedded = head.embed(previous)
         wide = island(embedded)
         return embedded, wide @ head.head.weight.to(wide.dtype).t()
@@ -128,5 +135,5 @@ class DraftModel(Model):
     def confidence_logit(self, hidden: Tensor, markov: Tensor) -> Tensor:
         """Raw confidence logit of a slot: (..., D), (..., rank) -> (...), fp32 island."""
         joined = island(torch.cat((hidden, markov), -1))
-        weight = self.mtp[-1].confidence_head.proj.weight
+        weight = self.draft_blocks[-1].confidence_head.proj.weight
         return (joined @ weight.to(joined.dtype).t()).squeeze(-1)

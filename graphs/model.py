@@ -11,6 +11,7 @@ Source: DeepSeek-V4.1-Flash `inference/model.py` (Transformer, Block, MoE, Engra
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +109,10 @@ class EngramTable(nn.Module):
 class Engram(nn.Module):
     """N-gram memory of one layer."""
 
+    multipliers: Tensor
+    primes: Tensor
+    offsets: Tensor
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.config = config
@@ -137,6 +142,15 @@ class Engram(nn.Module):
         )
         kv = self.wkv(F.embedding(rows, self.embed.weight).flatten(-2))
         return engram_gate(stream, kv, self.q_weight, self.k_weight, self.config.rms_norm_eps)
+
+
+class Embedding(nn.Embedding):
+    """An embedding that can be built without memory at no cost."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights, if they have memory: drawing on "meta" loads the whole compiler."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 class Block(nn.Module):
@@ -203,16 +217,21 @@ class ForwardOutput:
 class Model(nn.Module):
     """Target model; the drafter's layers hang under `mtp` (see drafter.py)."""
 
+    compressed_ids: Tensor
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.head = linear(config.hidden_size, config.vocab_size)
-        self.register_buffer(
-            "compressed_ids", default_compressed_ids(config), persistent=False
-        )
+        self.register_buffer("compressed_ids", default_compressed_ids(config), persistent=False)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The target's layers."""
+        return cast(list[Block], list(self.layers))
 
     def lookback(self, ids: Tensor) -> Tensor:
         """Compressed n-gram ids of whole sequences from position 0: (B, S) -> (B, S, N)."""
@@ -235,7 +254,7 @@ class Model(nn.Module):
         pre = initial_pre(stream)
         shared = CrossLayer(traces=[] if trace_indexer else None)
         taps = []
-        for layer, block in enumerate(self.layers):
+        for layer, block in enumerate(self.blocks):
             if layer in config.engram_layer_ids:
                 stream = block.engram(stream, lookback)
             if layer in config.dspark_target_layer_ids:

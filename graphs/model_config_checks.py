@@ -82,6 +82,10 @@ def _demand_ascending(config: "ModelConfig", name: str) -> None:
 
 def _check_sizes(config: "ModelConfig") -> None:
     _demand_above_zero(config, _ABOVE_ZERO)
+    for name in ("hidden_size", "moe_intermediate_size"):
+        # The grouped expert product wants rows of whole 16 bytes.
+        if getattr(config, name) % 8:
+            raise _bad(config, name, "must be a multiple of 8")
     if config.qk_rope_head_dim % 2 or config.qk_rope_head_dim > config.head_dim:
         raise _bad(
             config, "qk_rope_head_dim", f"must be even and at most head_dim {config.head_dim}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.kernels.engram import engram_gate, hash_rows
 from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre
-from decodegrid.kernels.moe import route, routed_experts, swiglu
+from decodegrid.kernels.moe import grouped_product_op, route, routed_experts, swiglu
 from decodegrid.kernels.norm_rope import apply_rope, island, rms_norm, rope_angles
 from decodegrid.kernels.sparse_attention import gathered_attention
 
@@ -232,7 +232,7 @@ def moe_regions(config: ModelConfig, *, with_drafter: bool) -> dict[str, RegionS
             ids, weights = route(x, gate, bias, top_k, scaling=scaling, normalise=normalise)
             # A pad visits no routed expert, so that it costs nothing and counts nowhere.
             ids = ids.where(valid.unsqueeze(-1), torch.full((), w13.shape[0], dtype=ids.dtype))
-            routed = routed_experts(x, ids, weights, w13, w2, limit)
+            routed = routed_experts(x, ids, weights, w13, w2, limit, grouped_product_op)
             gated, up = F.linear(x, shared_w13).chunk(2, -1)
             shared = F.linear(swiglu(gated, up, limit).to(x.dtype), shared_w2)
             update = (routed + island(shared)).to(x.dtype)

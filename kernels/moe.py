@@ -6,11 +6,16 @@ expert id `num_experts` ("no expert") cost nothing and yield zero.
 Source: DeepSeek-V4.1-Flash `inference/model.py` (Gate, Expert, MoE).
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from decodegrid.kernels.norm_rope import island
+
+LIBRARY = torch.library.Library("decodegrid", "FRAGMENT")
+LIBRARY.define("grouped_product(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
 
 
 def route(
@@ -53,6 +58,17 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch._grouped_mm(rows, weights, offs=ends)
 
 
+def _fake_grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+LIBRARY.impl("grouped_product", grouped_product, "CPU")
+torch.library.register_fake("decodegrid::grouped_product", _fake_grouped_product, lib=LIBRARY)
+
+grouped_product_op = torch.ops.decodegrid.grouped_product.default
+"""The op form, for traced code: torch's own grouped product traces in bfloat16 only."""
+
+
 def routed_experts(
     x: Tensor,
     ids: Tensor,
@@ -60,6 +76,7 @@ def routed_experts(
     w13: Tensor,
     w2: Tensor,
     limit: float,
+    product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_product,
 ) -> Tensor:
     """Sum of the routed experts' outputs; the routing weight multiplies before `w2`.
 
@@ -72,9 +89,9 @@ def routed_experts(
     order = flat.sort(stable=True).indices
     experts = torch.arange(num_experts, device=ids.device)
     ends = (flat.unsqueeze(-1) <= experts).sum(0, dtype=torch.int32)
-    gate, up = grouped_product(x[order // top_k], w13, ends).chunk(2, -1)
+    gate, up = product(x[order // top_k], w13, ends).chunk(2, -1)
     hidden = swiglu(gate, up, limit) * weights.reshape(-1)[order].unsqueeze(-1)
-    rows = grouped_product(hidden.to(x.dtype), w2, ends)
+    rows = product(hidden.to(x.dtype), w2, ends)
     live = (flat[order] < num_experts).unsqueeze(-1)
     rows = island(rows).where(live, torch.zeros((), dtype=hidden.dtype, device=x.device))
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=x.device))

@@ -159,16 +159,25 @@ def small_config(small_raw: dict[str, Any]) -> ModelConfig:
 
 
 @pytest.fixture(scope="session")
-def make_model() -> Callable[..., DraftModel]:
+def make_raw() -> Callable[..., dict[str, Any]]:
+    """make_raw(**changes): the small config.json with fields of text_config replaced."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        return _config_json({**_TINY_TEXT, **_SMALL_CHANGES, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_model(make_raw: Callable[..., dict[str, Any]]) -> Callable[..., DraftModel]:
     """make_model(seed=0, dtype=torch.float64, **changes): a random model of the small config.
 
     `changes` replace fields of text_config, with JSON values; what comes out is checked as any
-    config.json is.
+    config.json is. No parameter requires a gradient.
     """
 
     def make(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> DraftModel:
-        raw = _config_json({**_TINY_TEXT, **_SMALL_CHANGES, **changes})
-        model = DraftModel(parse_model_config(raw))
+        model = DraftModel(parse_model_config(make_raw(**changes)))
         model.cast(dtype)
         randomise(model, seed)
         return model.requires_grad_(False)

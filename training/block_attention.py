@@ -75,7 +75,7 @@ def backward_window(
     grad: Tensor, query: Tensor, keys: Tensor, out: Tensor, weights: Tensor, alone: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, keys and sink."""
-    batch, length, heads, dim = query.shape
+    batch, _, heads, dim = query.shape
     _, count, window, _, width = weights.shape
     rows = (batch, count, window * heads, dim)
     delta = (grad * out).sum(-1)
@@ -99,7 +99,13 @@ def _fold_pairs(d_pairs: Tensor, window: int) -> Tensor:
 
 
 def forward_joint(
-    query: Tensor, keys: Tensor, sink: Tensor, near: Tensor, far_keys: Tensor, far: Tensor, ratio: int
+    query: Tensor,
+    keys: Tensor,
+    sink: Tensor,
+    near: Tensor,
+    far_keys: Tensor,
+    far: Tensor,
+    ratio: int,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """With compressed keys: output, near probabilities, the sink's, far ones per block.
 
@@ -145,7 +151,7 @@ def backward_far(
     grad: Tensor, query: Tensor, far_keys: Tensor, out: Tensor, weights: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Compressed keys' share of the query gradient, and their own gradient."""
-    batch, _, heads, dim = query.shape
+    batch, dim = query.shape[0], query.shape[-1]
     delta = (grad * out).sum(-1)
     d_query, d_keys = [], torch.zeros_like(far_keys)
     first = 0

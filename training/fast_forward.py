@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from decodegrid.graphs.attention import Attention, IndexTrace
 from decodegrid.graphs.model import Block, ForwardOutput, Model, MoE
 from decodegrid.kernels.engram import engram_gate, hash_rows
-from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre, initial_pre
+from decodegrid.kernels.hyper_connection import hc_post, hc_pre, initial_pre
 from decodegrid.kernels.indexer import candidate_mask, index_scores, top_k_mask
 from decodegrid.kernels.moe import grouped_product, route, swiglu
 from decodegrid.kernels.norm_rope import apply_rope, rms_norm, rope_angles
@@ -54,6 +54,33 @@ class _Combine(torch.autograd.Function):
         return grad.index_select(0, token), None, None, None
 
 
+class _Sinkhorn(torch.autograd.Function):
+    """`kernels.hyper_connection.sinkhorn` with the small axes first; every half round is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, iters: int, eps: float) -> Tensor:
+        soft = logits.movedim((-2, -1), (0, 1)).contiguous().softmax(1)
+        matrix, kept, sums = soft + eps, [], []
+        for half in range(2 * iters - 1):
+            total = matrix.sum(half % 2, keepdim=True).add_(eps)
+            matrix = matrix / total
+            kept.append(matrix)
+            sums.append(total)
+        ctx.save_for_backward(soft, *kept, *sums)
+        return matrix.movedim((0, 1), (-2, -1)).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        soft, *saved = ctx.saved_tensors
+        rounds = len(saved) // 2
+        grad = grad.movedim((-2, -1), (0, 1)).contiguous()
+        for half in reversed(range(rounds)):
+            matrix, total = saved[half], saved[rounds + half]
+            grad = (grad - (grad * matrix).sum(half % 2, keepdim=True)).div_(total)
+        grad = soft * (grad - (grad * soft).sum(1, keepdim=True))
+        return grad.movedim((0, 1), (-2, -1)).contiguous(), None, None
+
+
 def _open(
     stream: Tensor,
     pre: Tensor,
@@ -63,11 +90,16 @@ def _open(
     norm: Tensor,
     constants: tuple[float, float, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    norm_eps, hc_eps, iters = constants
-    next_pre, post, comb = hc_mix(
-        stream, fn, scale, base, norm_eps=norm_eps, hc_eps=hc_eps, iters=iters, unrolled=True
-    )
-    return next_pre, post, comb, rms_norm(hc_pre(stream, pre), norm, norm_eps)
+    """As `hc_mix` up to the logits of the mixing matrix, and the normed input of the sublayer."""
+    norm_eps, hc_eps, _ = constants
+    n = stream.shape[-2]
+    flat = stream.flatten(-2)
+    rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    mixed = (flat @ fn.t()) * rms
+    next_pre = torch.sigmoid(mixed[..., :n] * scale[0] + base[:n]) + hc_eps
+    post = 2.0 * torch.sigmoid(mixed[..., n : 2 * n] * scale[1] + base[n : 2 * n])
+    logits = (mixed[..., 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
+    return next_pre, post, logits, rms_norm(hc_pre(stream, pre), norm, norm_eps)
 
 
 def _project(attn: Attention, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +120,7 @@ def _shared_expert(moe: MoE, flat: Tensor, limit: float) -> Tensor:
 
 
 def token_loss(model: Model, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats over targets that are not -100: hidden (B, S, D), targets (B, S)."""
+    """Mean cross entropy in nats; hidden (B, S, D), targets (B, S), -100 being left out."""
     logits = model.head_logits(hidden)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100)
 
@@ -132,23 +164,25 @@ class FastForward:
                 stream = self._engram(block, stream, model.lookback(ids))
             if layer in config.dspark_target_layer_ids:
                 taps.append(stream.mean(2))
-            next_pre, post, comb, x = self._open(block, "attn", stream, pre)
+            next_pre, post, comb, x = self.open_sublayer(block, "attn", stream, pre)
             stream = self.post(run.attention(block.attn, x), stream, post, comb)
-            pre, post, comb, x = self._open(block, "ffn", stream, next_pre)
-            stream = self.post(self._moe(block.ffn, x), stream, post, comb)
+            pre, post, comb, x = self.open_sublayer(block, "ffn", stream, next_pre)
+            stream = self.post(self.experts(block.ffn, x), stream, post, comb)
         hidden = hc_pre(stream, pre)
         gathered = torch.cat(taps, -1) if taps else hidden[..., :0]
         return ForwardOutput(hidden, gathered, tuple(run.traces))
 
-    def _open(
+    def open_sublayer(
         self, block: Block, part: str, stream: Tensor, pre: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Next `pre`, `post`, `comb` and the sublayer's normed input; part: "attn" or "ffn"."""
         names = [f"hc_{part}_fn", f"hc_{part}_scale", f"hc_{part}_base"]
         norm = block.attn_norm if part == "attn" else block.ffn_norm
-        result: tuple[Tensor, Tensor, Tensor, Tensor] = self.open(
+        next_pre, post, logits, x = self.open(
             stream, pre, *(getattr(block, name) for name in names), norm.weight, self.constants
         )
-        return result
+        comb = _Sinkhorn.apply(logits, self.config.hc_sinkhorn_iters, self.config.hc_eps)
+        return next_pre, post, comb, x
 
     def _engram(self, block: Block, stream: Tensor, lookback: Tensor) -> Tensor:
         engram = block.engram
@@ -160,7 +194,8 @@ class FastForward:
         )
         return out
 
-    def _moe(self, moe: nn.Module, x: Tensor) -> Tensor:
+    def experts(self, moe: nn.Module, x: Tensor) -> Tensor:
+        """As `MoE.forward`; appends to `loads`."""
         assert isinstance(moe, MoE)
         config, limit = self.config, self.config.swiglu_limit
         flat = x.reshape(-1, x.shape[-1])
@@ -239,7 +274,7 @@ class _Run:
         visible = torch.arange(self.compressed.shape[1]) < lengths[:, None]
         if self.dense:
             bias = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
-            self.far = bias.unsqueeze(0).expand(x.shape[0], -1, -1)
+            self.far = bias.unsqueeze(0).repeat(x.shape[0], 1, 1)
             if not self.trace:
                 return
         assert self.index_keys is not None

@@ -41,7 +41,8 @@ def combine(x: torch.Tensor, per_req: torch.Tensor, out: torch.Tensor) -> None:
 
 @dataclass
 class Toy:
-    """Two regions, their static buffers, and a step over them for any number of tokens and requests."""
+    """Two regions, their static buffers, and a step over them for any number of tokens and
+    requests."""
 
     compiler: RegionCompiler
     project: Region

@@ -149,7 +149,9 @@ def test_compile_and_capture_are_booked(capsys):
     progress.close()
     lines = {line.name: line for line in clock.table()}
     assert lines["compile add"].count == 1 and lines["capture"].count == 2
-    assert sum(line.seconds for line in lines.values()) == pytest.approx(clock.wall_seconds, rel=0.05)
+    assert sum(line.seconds for line in lines.values()) == pytest.approx(
+        clock.wall_seconds, rel=0.05
+    )
     shown = capsys.readouterr().err
     assert "compile add" in shown and "3/3" in shown
 
@@ -168,7 +170,8 @@ def test_cuda_back_end_needs_a_device(monkeypatch):
 
 
 def test_cuda_capture_order(monkeypatch):
-    """Against a stand-in for torch.cuda: warm-ups on the side stream, one stream and one pool for all."""
+    """Against a stand-in for torch.cuda: warm-ups on the side stream, one stream and one pool for
+    all."""
     log = []
 
     class Stream:

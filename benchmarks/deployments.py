@@ -1,0 +1,114 @@
+"""The deployments that the benchmark compares, each started once.
+
+Owns which settings differ between them and the phase table of a start. Data flow: configuration ->
+runner and clock -> LLM. The parts are those that `decodegrid.engine.build` starts a deployment
+from; they are put together here because the phase clock is wanted afterwards.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from decodegrid.capture.grid import GraphKey, build_grid
+from decodegrid.capture.lowering import CompileOptions
+from decodegrid.capture.phases import PhaseClock
+from decodegrid.configs.load import LoadedConfig, load_config
+from decodegrid.engine.build import DTYPES, RunnerOptions, make_runner
+from decodegrid.engine.llm import LLM
+from decodegrid.engine.runner import Runner
+from decodegrid.engine.tokenizer import Tokenizer
+from decodegrid.graphs.checkpoint import load_model
+from decodegrid.graphs.state import Capacity
+
+STEP_KEYS = (GraphKey(1, 1), GraphKey(1, 6), GraphKey(8, 8), GraphKey(8, 48))
+"""Pairs whose captured step is compared with the eager one."""
+WITHOUT_DRAFTER = ("speculation.num_draft_tokens=0", "speculation.verify_tokens=all",
+                   "grid.num_query_tokens_per_req=[]")
+"""What turns a deployment into the same one without speculation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A started deployment."""
+
+    loaded: LoadedConfig
+    runner: Runner
+    clock: PhaseClock
+    """Stopped when the runner was ready."""
+    had_compile_cache: bool
+    """Whether the compile cache held anything before the start."""
+
+    def make_llm(self) -> LLM:
+        """A fresh LLM (counters at 0) around the runner."""
+        config = self.loaded.config
+        return LLM.from_runner(
+            self.runner,
+            Tokenizer(self.loaded.checkpoint_dir / "tokenizer.json"),
+            decode_steps_per_prefill_chunk=config.scheduler.decode_steps_per_prefill_chunk,
+            verify_tokens=config.speculation.verify_tokens,
+        )
+
+
+def load_deployment(path: Path | None, overrides: tuple[str, ...]) -> LoadedConfig:
+    """Read the deployment to measure and check that it has what the benchmark compares.
+
+    Raises ConfigError for the file; ValueError for a device other than the CPU, drafts that are
+    not all verified, or a grid without one of STEP_KEYS.
+    """
+    loaded = load_config(path, overrides)
+    config = loaded.config
+    if config.model.device != "cpu":
+        raise ValueError(f"model.device is {config.model.device}; the benchmark times the CPU only")
+    if config.speculation.verify_tokens != "all":
+        raise ValueError(
+            f"speculation.verify_tokens is {config.speculation.verify_tokens}; "
+            "the benchmark compares a deployment that verifies all drafts"
+        )
+    keys = build_grid(
+        config.scheduler.max_num_reqs,
+        config.speculation.num_draft_tokens,
+        config.grid.num_reqs,
+        config.grid.num_query_tokens_per_req,
+    ).keys
+    missing = [str(key) for key in STEP_KEYS if key not in keys]
+    if missing:
+        raise ValueError(f"the deployment's grid lacks {', '.join(missing)}")
+    return loaded
+
+
+def start(loaded: LoadedConfig) -> Deployment:
+    """Load, compile and capture; sets torch's number of threads."""
+    config = loaded.config
+    dtype = DTYPES[config.model.dtype]
+    cache = loaded.cache_dir
+    had_cache = cache.is_dir() and any(cache.iterdir())
+    torch.set_num_threads(config.model.num_threads)
+    clock = PhaseClock()
+    with clock.phase("load"):
+        model = load_model(loaded.checkpoint_dir, config.model.device, dtype)
+    drafts = config.speculation.num_draft_tokens
+    options = RunnerOptions(
+        capacity=Capacity(
+            config.scheduler.max_num_reqs + 1,
+            config.num_blocks,
+            config.cache.block_size,
+            config.scheduler.max_model_len,
+            drafts,
+        ),
+        grid=build_grid(
+            config.scheduler.max_num_reqs,
+            drafts,
+            config.grid.num_reqs,
+            config.grid.num_query_tokens_per_req,
+        ),
+        prefill_chunk_sizes=config.scheduler.prefill_chunk_sizes,
+        dtype=dtype,
+        device=config.model.device,
+        compile_options=CompileOptions(config.compile.backend, cache, config.model.num_threads),
+        draft_temperatures=(1.0,) * max(drafts, 1),
+        show_progress=config.compile.progress,
+    )
+    runner = make_runner(model, options, clock)
+    clock.stop()
+    return Deployment(loaded, runner, clock, had_cache)

@@ -1,0 +1,302 @@
+"""Cached runs next to the uncached forward: a runner, the texts it makes, and the comparison.
+
+A `CachedRun` drives one runner as the engine does, remembers every text and the logits behind every
+emitted token, and can force drafts, so that acceptance is under control. Texts are checked by one
+uncached forward over the whole result (teacher forcing), not by one per step.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decodegrid.capture.grid import build_grid
+from decodegrid.capture.lowering import Backend, CompileOptions
+from decodegrid.capture.phases import PhaseClock
+from decodegrid.engine.build import RunnerOptions, make_runner
+from decodegrid.engine.runner import Runner
+from decodegrid.engine.runner_protocol import SlotRequest, StepResult
+from decodegrid.graphs.drafter import DraftModel
+from decodegrid.graphs.state import Capacity
+
+BLOCK_SIZE = 8
+MAX_MODEL_LEN = 128
+BLOCKS_PER_SLOT = MAX_MODEL_LEN // BLOCK_SIZE
+
+
+@dataclass
+class CachedRun:
+    """One runner, its live texts and the oracle."""
+
+    model: DraftModel
+    runner: Runner
+    oracle: DraftModel
+    """float64 model that the texts are compared with."""
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    prompt_lens: dict[int, int] = field(default_factory=dict)
+    logits: dict[int, list[Tensor]] = field(default_factory=dict)
+    """By slot, one row for every emitted token."""
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+    verified: int = 0
+    accepted: int = 0
+
+    def reset(self) -> None:
+        """Fill state and buffers with what an earlier request could have left: finite rubbish."""
+        generator = torch.Generator().manual_seed(1)
+        for name, tensor in self.runner.model.state.tensors():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+            elif name != "slots.block_table":
+                tensor.copy_(torch.randint(0, 50, tensor.shape, generator=generator))
+        self.texts, self.prompt_lens, self.logits, self.blocks = {}, {}, {}, {}
+        self.verified = self.accepted = 0
+
+    def history(self, text: Sequence[int], position: int) -> tuple[int, int, int]:
+        """The three ids before a position."""
+        a, b, c = (text[p] if p >= 0 else -1 for p in range(position - 3, position))
+        return a, b, c
+
+    def prefill(
+        self, slot: int, prompt: Sequence[int], sizes: Iterable[int] = ()
+    ) -> Iterator[None]:
+        """Prefill all but the last token in chunks of `sizes` (then 16 each), one per `next`."""
+        order = list(range(1 + (slot - 1) * BLOCKS_PER_SLOT, 1 + slot * BLOCKS_PER_SLOT))
+        random.Random(slot).shuffle(order)
+        self.blocks[slot] = order
+        rest, start, last = iter(sizes), 0, len(prompt) - 1
+        while start < last:
+            end = min(start + next(rest, 16), last)
+            before = self.history(prompt, start)
+            self.runner.prefill(slot, prompt[start:end], start, before, order)
+            start = end
+            yield
+
+    def begin(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        sizes: Iterable[int] = (),
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """Prefill and start a slot."""
+        for _ in self.prefill(slot, prompt, sizes):
+            pass
+        self.start(slot, prompt, temperature=temperature, seed=seed)
+
+    def start(
+        self, slot: int, prompt: Sequence[int], *, temperature: float = 0.0, seed: int = 0
+    ) -> None:
+        """Write the slot row of a prefilled prompt."""
+        request = SlotRequest(
+            last_token=prompt[-1],
+            seq_len=len(prompt),
+            history=self.history(prompt, len(prompt) - 1),
+            max_seq_len=MAX_MODEL_LEN,
+            temperature=temperature,
+            seed=seed,
+            stop_token_ids=(),
+        )
+        self.runner.start(slot, request, self.blocks[slot])
+        self.texts[slot], self.prompt_lens[slot] = list(prompt), len(prompt)
+        self.logits[slot] = []
+
+    def decode(self, slots: Sequence[int], total: int) -> StepResult:
+        """One step; appends what it emits to texts and logits."""
+        result = self.runner.decode(slots, total)
+        buffers = self.runner.buffers
+        for row, slot in enumerate(slots):
+            count = int(result.num_emitted[row])
+            start = int(buffers.rows.query_starts[row])
+            self.texts[slot] += result.token_ids[row, :count].tolist()
+            self.logits[slot] += list(buffers.output.logits[start : start + count].clone())
+            self.verified += int(result.num_verified[row])
+            self.accepted += count - 1
+        return result
+
+    def force_drafts(self, slot: int, drafts: Sequence[int]) -> None:
+        """Replace the drafts that the drafter left; a slot that has none stays without."""
+        row = self.runner.model.state.slots.drafts[slot]
+        row[: len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
+
+    def emitted(self, slot: int) -> list[int]:
+        """Tokens after the prompt."""
+        return self.texts[slot][self.prompt_lens[slot] :]
+
+    def snapshot(self) -> "Snapshot":
+        """A copy of all state and of the texts."""
+        state = self.runner.model.state
+        tensors = {name: tensor.clone() for name, tensor in state.tensors()}
+        return Snapshot(
+            tensors,
+            {slot: list(text) for slot, text in self.texts.items()},
+            {slot: list(rows) for slot, rows in self.logits.items()},
+        )
+
+    def restore(self, snapshot: "Snapshot") -> None:
+        """Back to a snapshot of the same requests."""
+        for name, tensor in self.runner.model.state.tensors():
+            tensor.copy_(snapshot.tensors[name])
+        self.texts = {slot: list(text) for slot, text in snapshot.texts.items()}
+        self.logits = {slot: list(rows) for slot, rows in snapshot.logits.items()}
+
+    def reference_logits(self, slot: int) -> Tensor:
+        """Uncached logits behind every emitted token of a slot, (emitted, vocab) float64."""
+        text = self.texts[slot]
+        return self.oracle.logits(torch.tensor(text))[self.prompt_lens[slot] - 1 : len(text) - 1]
+
+    def worst_difference(self) -> float:
+        """Largest difference of a logit to the uncached forward, over everything emitted."""
+        worst = 0.0
+        for slot, rows in self.logits.items():
+            if rows:
+                difference = torch.stack(rows).double() - self.reference_logits(slot)
+                worst = max(worst, float(difference.abs().max()))
+        return worst
+
+    def check_greedy(self) -> None:
+        """Everything emitted is the uncached forward's own choice; logits within 1e-9."""
+        for slot in self.texts:
+            assert self.emitted(slot) == self.reference_logits(slot).argmax(-1).tolist()
+        assert self.worst_difference() < 1e-9
+
+    def readable(self, slot: int) -> dict[str, Tensor]:
+        """All state of a slot that a later step may read before it is rewritten.
+
+        Rings by position, oldest first; pool entries by entry; the slot's own row whole.
+        """
+        state, config = self.runner.model.state, self.runner.model.config
+        ahead = int(state.slots.seq_len[slot]) - 1
+        found = {}
+        for name, tensor in state.tensors():
+            if name.startswith("slots."):
+                found[name] = tensor[slot].clone()
+        positions = torch.arange(max(0, ahead - config.sliding_window + 1), ahead)
+        for layer, ring in enumerate(state.window_rings):
+            rows = slot * state.ring_len + positions % state.ring_len
+            found[f"window.{layer}"] = ring[rows].clone()
+        table = state.slots.block_table[slot]
+        for layer, pool in state.pools.items():
+            ratio = config.compress_ratios[layer]
+            per_block = BLOCK_SIZE // ratio
+            entry = torch.arange(ahead // ratio)
+            rows = table[entry // per_block] * per_block + entry % per_block
+            found[f"keys.{layer}"] = pool.keys[rows].clone()
+            found[f"index_keys.{layer}"] = pool.index_keys[rows].clone()
+            if ahead % ratio:
+                spot = slot * state.compressor_len + (ahead - 1) % state.compressor_len
+                found[f"open_pair.{layer}"] = pool.compressor[spot].clone()
+        return found
+
+    def assert_equal(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+        """Two results of `readable` agree in every bit, drafts and confidences included."""
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            assert torch.equal(got[name], tensor), name
+
+    def assert_close(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+        """Integers equal, floats within 1e-10; the slots may own different blocks, and drafts
+        count as far as there are any."""
+        assert got.keys() == want.keys()
+        drafts = int(want["slots.num_drafts"])
+        for name, tensor in want.items():
+            other = got[name]
+            if name in ("slots.drafts", "slots.confidence"):
+                tensor, other = tensor[:drafts], other[:drafts]
+            if name == "slots.block_table":
+                continue
+            if tensor.is_floating_point():
+                torch.testing.assert_close(other, tensor, rtol=0, atol=1e-10, msg=name)
+            else:
+                assert torch.equal(other, tensor), name
+
+
+@dataclass
+class Snapshot:
+    """State and texts at one moment."""
+
+    tensors: dict[str, Tensor]
+    texts: dict[int, list[int]]
+    logits: dict[int, list[Tensor]]
+
+
+def build_run(
+    model: DraftModel,
+    num_drafts: int,
+    max_num_reqs: int,
+    req_sizes: Sequence[int],
+    backend: Backend = "none",
+    cache_dir: Path | None = None,
+) -> CachedRun:
+    """A runner in the model's own dtype, captured prefill sizes 4 and 16."""
+    dtype = model.embed.weight.dtype
+    capacity = Capacity(
+        num_slots=max_num_reqs + 1,
+        num_blocks=max_num_reqs * BLOCKS_PER_SLOT + 3,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        num_draft_tokens=num_drafts,
+    )
+    options = RunnerOptions(
+        capacity=capacity,
+        grid=build_grid(max_num_reqs, num_drafts, req_sizes),
+        prefill_chunk_sizes=(4, 16),
+        dtype=dtype,
+        device="cpu",
+        compile_options=CompileOptions(backend, cache_dir, 1),
+        draft_temperatures=(1.0,) * max(num_drafts, 1),
+        show_progress=False,
+    )
+    runner = make_runner(model, options, PhaseClock())
+    return CachedRun(model, runner, model)
+
+
+@pytest.fixture(scope="session")
+def make_run(make_model: Callable[..., DraftModel]) -> Callable[..., CachedRun]:
+    """make_run(num_drafts=5, max_num_reqs=8, req_sizes=(1, 3), **changes): a float64 run.
+
+    Runners are shared between the tests that ask for the same one; each call resets it. Two
+    Sinkhorn rounds instead of 20, because they are no part of what the cache can break.
+    """
+    made: dict[str, CachedRun] = {}
+
+    def make(
+        num_drafts: int = 5,
+        max_num_reqs: int = 8,
+        req_sizes: tuple[int, ...] = (1, 3),
+        **changes: Any,
+    ) -> CachedRun:
+        key = repr((num_drafts, max_num_reqs, req_sizes, sorted(changes.items())))
+        if key not in made:
+            model = make_model(**{"hc_sinkhorn_iters": 2, **changes})
+            made[key] = build_run(model, num_drafts, max_num_reqs, req_sizes)
+        made[key].reset()
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_prompt() -> Callable[[int, int], list[int]]:
+    """make_prompt(length, seed): random ids of the small vocabulary."""
+
+    def make(length: int, seed: int) -> list[int]:
+        draw = random.Random(seed)
+        return [draw.randrange(96) for _ in range(length)]
+
+    return make
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: a second thread costs more than it gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

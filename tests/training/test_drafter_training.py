@@ -1,0 +1,127 @@
+"""Drafter training: rounds, the fast parallel part, the losses, and a short run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decodegrid.graphs.drafter import DraftModel
+from training.batches import IGNORED, Rows
+from training.draft_forward import (
+    context_of,
+    draft_hidden,
+    draft_logits,
+    draft_loss,
+    pick_rounds,
+    slot_losses,
+)
+from training.fast_forward import FastForward
+from training.train_drafter import DrafterTrainer, DraftPlan, run, start_from_target
+
+MakeModel = Callable[..., DraftModel]
+
+
+def make_rows() -> tuple[Tensor, Tensor]:
+    """Ids with a document start inside the second row, and their targets."""
+    whole = torch.randint(3, 90, (2, 41), generator=torch.Generator().manual_seed(2))
+    whole[1, 30] = 0
+    targets = whole[:, 1:].clone()
+    targets[targets == 0] = IGNORED
+    return whole[:, :-1], targets
+
+
+def test_rounds_name_the_right_tokens() -> None:
+    ids, targets = make_rows()
+    rounds = pick_rounds(ids, targets, 5, 34, torch.Generator().manual_seed(0))
+    assert sorted(rounds.positions[rounds.rows == 0].tolist()) == list(range(1, 35))
+    for n in range(len(rounds.anchors)):
+        row, at = int(rounds.rows[n]), int(rounds.positions[n])
+        assert rounds.anchors[n] == ids[row, at]
+        assert rounds.previous[n].tolist() == ids[row, at : at + 5].tolist()
+        for slot in range(5):
+            ends = row == 1 and at < 30 <= at + 1 + slot
+            assert bool(rounds.live[n, slot]) is not ends
+            if not ends:
+                assert rounds.drafted[n, slot] == targets[row, at + slot]
+
+
+def test_draft_hidden_equals_the_models(make_model: MakeModel) -> None:
+    """Context keys are those strictly before the anchor, one window of them."""
+    model = make_model(4)
+    ids, targets = make_rows()
+    taps = model(ids).taps
+    rounds = pick_rounds(ids, targets, 5, 6, torch.Generator().manual_seed(1))
+    keys, live = context_of(model, taps, rounds)
+    hidden = draft_hidden(FastForward(model), rounds, keys, live)
+    for n in range(len(rounds.anchors)):
+        row, at = int(rounds.rows[n]), int(rounds.positions[n])
+        seen = torch.arange(max(0, at - 8), at)
+        one = model.context_keys(model.draft_context(taps[row, seen]), seen)
+        expected = model.draft_hidden(
+            rounds.anchors[n : n + 1],
+            rounds.positions[n : n + 1],
+            [key.unsqueeze(0) for key in one],
+            torch.ones(1, len(seen), dtype=torch.bool),
+        )
+        torch.testing.assert_close(hidden[n : n + 1], expected, rtol=0, atol=1e-9)
+    logits, _ = draft_logits(model, hidden, rounds.previous)
+    head = model.mtp[-1].markov_head
+    bias = head.embed.weight[rounds.previous] @ head.head.weight.t()
+    torch.testing.assert_close(logits - model.draft_base_logits(hidden), bias)
+
+
+def test_losses_by_hand() -> None:
+    logits = torch.tensor([[[0.0, 0.0]], [[2.0, 2.0]]]).log_softmax(-1)
+    target = torch.tensor([[[0.9, 0.1]], [[0.5, 0.5]]])
+    confidence = torch.tensor([[0.0], [3.0]])
+    losses, accepted = slot_losses(logits, confidence, target, torch.tensor([[0], [1]]))
+    torch.testing.assert_close(accepted, torch.tensor([[0.6], [1.0]]))
+    half = float(np.log(2.0))
+    first = 0.1 * half + 0.9 * 0.8 + half
+    second = 0.1 * half + float(np.log1p(np.exp(-3.0)))
+    torch.testing.assert_close(losses, torch.tensor([[first], [second]]))
+    pair = torch.tensor([[1.0, 5.0], [2.0, 7.0]])
+    live = torch.tensor([[True, True], [True, False]])
+    late = float(np.exp(-0.25))
+    assert abs(float(draft_loss(pair, live)) - (3.0 + 5.0 * late) / (2.0 + late)) < 1e-6
+
+
+def test_short_run(make_model: MakeModel, tmp_path: Path) -> None:
+    """Acceptance rises, only the drafter moves, and a resumed run continues exactly."""
+    stream = np.concatenate([np.r_[0, np.arange(30) % 17 + 3 + s] for s in range(40)])
+    plan = DraftPlan(batch=2, length=32, anchors=12, warmup_steps=2)
+    rows = Rows(stream.astype(np.uint16), plan.length, 0, 1)
+
+    def fresh() -> DrafterTrainer:
+        model = make_model(5, dtype=torch.float32)
+        start_from_target(model)
+        return DrafterTrainer(model, rows, plan, None)
+
+    whole = fresh()
+    before = {n: p.clone() for n, p in whole.model.named_parameters()}
+    figures = [whole.train_step(step / 16) for step in range(16)]
+    assert figures[-1]["loss"] < figures[0]["loss"] - 0.1
+    changed = {n for n, p in whole.model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed and all(name.startswith("mtp.") for name in changed)
+    first = fresh()
+    for step in range(12):
+        first.train_step(step / 16)
+    first.save(tmp_path / "state.pt", {})
+    second = fresh()
+    second.load(torch.load(tmp_path / "state.pt", weights_only=True))
+    rest = [second.train_step(step / 16)["loss"] for step in range(12, 16)]
+    assert rest == [row["loss"] for row in figures[12:]]
+
+
+def test_run_logs_and_exports(make_raw: Callable[..., dict], make_model: MakeModel, tmp_path: Path) -> None:
+    stream = np.concatenate([np.r_[0, np.arange(30) % 17 + 3 + s] for s in range(40)])
+    rows = Rows(stream.astype(np.uint16), 32, 0, 1)
+    trainer = DrafterTrainer(
+        make_model(5, dtype=torch.float32), rows, DraftPlan(batch=2, length=32, anchors=4), None
+    )
+    save = (tmp_path / "drafter.pt", tmp_path / "export", make_raw())
+    run(trainer, 0.0, 2, tmp_path, save)
+    assert len((tmp_path / "drafter.csv").read_text().splitlines()) == 3
+    assert (tmp_path / "export" / "model.safetensors").is_file()

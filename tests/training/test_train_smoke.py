@@ -1,0 +1,103 @@
+"""A short target run: the loss falls, and a resumed run continues exactly."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from decodegrid.graphs.attention import IndexTrace
+from decodegrid.graphs.checkpoint import load_model
+from training.batches import IGNORED, Rows
+from training.optimizer import orthogonalise
+from training.train_target import Plan, TargetTrainer, index_loss, rate_factor, run
+
+PLAN = Plan(batch=2, length=32, warmup_steps=2, dense_until=0.7, index_every=2, save_seconds=1e9)
+STEPS = 20
+
+
+def make_trainer(make_raw: Callable[..., dict[str, Any]]) -> TargetTrainer:
+    """A trainer on a stream with a rule: each document counts upwards."""
+    pieces = [np.r_[0, np.arange(20) % 17 + 3 + shift] for shift in range(60)]
+    stream = np.concatenate(pieces).astype(np.uint16)
+    rows = {name: Rows(stream, PLAN.length, 0, 1) for name in ("train", "heldout_counts")}
+    return TargetTrainer(make_raw(), [i % 64 for i in range(96)], rows, PLAN, None)
+
+
+def test_loss_falls_and_resume_is_exact(
+    make_raw: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    whole = make_trainer(make_raw)
+    losses = [whole.train_step(step / STEPS)["loss"] for step in range(STEPS)]
+    assert losses[-1] < losses[0] - 0.5
+    first = make_trainer(make_raw)
+    for step in range(15):
+        first.train_step(step / STEPS)
+    first.save(tmp_path / "state.pt")
+    second = make_trainer(make_raw)
+    second.load(tmp_path / "state.pt")
+    rest = [second.train_step(step / STEPS)["loss"] for step in range(15, STEPS)]
+    assert rest == losses[15:]
+    assert second.progress.tokens == STEPS * PLAN.batch * PLAN.length
+
+
+def test_run_logs_saves_and_exports(
+    make_raw: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    trainer = make_trainer(make_raw)
+    run(
+        trainer,
+        minutes=0,
+        steps=3,
+        state=tmp_path / "state.pt",
+        export=tmp_path / "export",
+        logs=tmp_path,
+    )
+    lines = (tmp_path / "target.csv").read_text().splitlines()
+    assert lines[0].startswith("step,tokens,seconds,loss") and len(lines) == 4
+    exported = load_model(tmp_path / "export")
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(
+            dict(exported.named_parameters())[name], parameter.detach(), rtol=0.01, atol=1e-3
+        )
+
+
+def test_index_loss_is_zero_at_the_target_and_only_there() -> None:
+    scores = torch.tensor([[[0.3, -0.2, float("-inf")], [float("-inf")] * 3]])
+    share = torch.tensor([0.3, -0.2]).softmax(0)
+    mass = torch.zeros(1, 2, 3)
+    mass[0, 0, :2] = 2.5 * share
+    halves = [mass * 0.4, mass * 0.6]
+    torch.testing.assert_close(
+        index_loss((IndexTrace(0, scores, halves),)), torch.zeros(()), rtol=0, atol=1e-6
+    )
+    mass[0, 0, :2] = torch.tensor([0.5, 0.5])
+    expected = (0.5 * (0.5 / share).log()).sum()
+    torch.testing.assert_close(
+        index_loss((IndexTrace(0, scores, [mass]),)), expected, rtol=0, atol=1e-6
+    )
+
+
+def test_rate_factor() -> None:
+    plan = Plan(warmup_steps=10, flat_until=0.5, final_factor=0.02)
+    assert rate_factor(plan, 4, 0.0) == 0.5
+    assert rate_factor(plan, 100, 0.5) == 1.0
+    assert abs(rate_factor(plan, 100, 0.75) - 0.51) < 1e-12
+    assert abs(rate_factor(plan, 100, 1.0) - 0.02) < 1e-12
+
+
+def test_rows_start_at_documents_and_leave_out_document_starts() -> None:
+    stream = np.array([0, 5, 6, 0, 7, 8, 9, 0, 4, 3, 2, 6, 0], dtype=np.uint16)
+    rows = Rows(stream, 4, 0, 3)
+    assert rows.starts.tolist() == [0, 7]
+    ids, targets = rows.batch(0, 2)
+    by_first = {tuple(i): t for i, t in zip(ids.tolist(), targets.tolist(), strict=True)}
+    assert by_first[(0, 5, 6, 0)] == [5, 6, IGNORED, 7]
+    assert by_first[(0, 4, 3, 2)] == [4, 3, 2, 6]
+
+
+def test_orthogonalise_flattens_the_spectrum() -> None:
+    matrices = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalise(matrices))
+    assert float(values.min()) > 0.6 and float(values.max()) < 1.3

@@ -1,0 +1,46 @@
+"""Rows of tokens for training and evaluation, as a pure function of stream, seed and step.
+
+Owns the cut of a token stream into rows that start at a document, and their order. A row's targets
+are the next tokens; a target that is the begin-of-sentence token is left out (-100).
+"""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IGNORED = -100
+
+
+class Rows:
+    """Rows of `length` tokens plus one target, each from the start of a document."""
+
+    def __init__(self, stream: npt.NDArray[np.uint16], length: int, bos: int, seed: int) -> None:
+        """Raises ValueError when the stream does not hold one row."""
+        self.stream, self.length, self.bos = stream, length, bos
+        documents = np.flatnonzero(stream == bos)
+        starts, free = [], 0
+        for start in documents:
+            if start >= free and start + length < len(stream):
+                starts.append(int(start))
+                free = start + length
+        if not starts:
+            raise ValueError(f"a stream of {len(stream)} tokens has no row of {length + 1}")
+        self.starts = np.array(starts)
+        self.order = np.random.default_rng(seed).permutation(len(starts))
+
+    @classmethod
+    def from_file(cls, path: Path, length: int, bos: int, seed: int) -> "Rows":
+        """Rows of a .npy stream."""
+        return cls(np.load(path), length, bos, seed)
+
+    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Rows number `first` on, wrapping around: ids and targets, (count, length) int64."""
+        picks = self.order[np.arange(first, first + count) % len(self.order)]
+        rows = np.stack([self.stream[s : s + self.length + 1] for s in self.starts[picks]])
+        whole = torch.from_numpy(rows.astype(np.int64))
+        targets = whole[:, 1:].clone()
+        targets[targets == self.bos] = IGNORED
+        return whole[:, :-1].contiguous(), targets

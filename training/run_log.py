@@ -1,0 +1,33 @@
+"""Where training runs put their files, their CSV logs, and how they compile pieces."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+BUILD = ROOT / "build" / "training"
+LOGS = ROOT / "training" / "logs"
+
+
+class Log:
+    """CSV of figures, appended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, row: dict[str, float | int | str]) -> None:
+        """Append a row; the first one of a file writes the header."""
+        fresh = not self.path.exists()
+        with self.path.open("a", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, fieldnames=list(row))
+            if fresh:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+def compile_piece(piece: Any) -> Any:
+    """Compile for exact shapes; every piece is small, so a new shape costs about a minute."""
+    return torch.compile(piece, dynamic=False)
