@@ -23,8 +23,11 @@ from decodegrid.graphs.state import Capacity
 
 STEP_KEYS = (GraphKey(1, 1), GraphKey(1, 6), GraphKey(8, 8), GraphKey(8, 48))
 """Pairs whose captured step is compared with the eager one."""
-WITHOUT_DRAFTER = ("speculation.num_draft_tokens=0", "speculation.verify_tokens=all",
-                   "grid.num_query_tokens_per_req=[]")
+WITHOUT_DRAFTER = (
+    "speculation.num_draft_tokens=0",
+    "speculation.verify_tokens=all",
+    "grid.num_query_tokens_per_req=[]",
+)
 """What turns a deployment into the same one without speculation."""
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import interleave, time_call
+from decodegrid.capture.backend import CapturedGraph
 from decodegrid.capture.compile import RegionCompiler
 from decodegrid.capture.counters import CaptureCounters
 from decodegrid.capture.cpu import CpuBackend
@@ -50,9 +51,9 @@ class EagerGraph:
 
 
 def eager_regions(runner: Runner) -> RegionTable:
-    """The regions uncompiled, with nothing unrolled for a compiler's sake."""
+    """The regions uncompiled, plain functions instead of native ops."""
     model = runner.model
-    return plain_regions(build_regions(model.config, model.state.capacity, unrolled=False))
+    return plain_regions(build_regions(model.config, model.state.capacity, as_ops=False))
 
 
 def eager_runner(runner: Runner, keys: tuple[GraphKey, ...]) -> Runner:
@@ -65,7 +66,7 @@ def eager_runner(runner: Runner, keys: tuple[GraphKey, ...]) -> Runner:
             regions, model, buffers, temperatures, key.num_reqs, key.num_query_tokens
         )
 
-    graphs = {key: EagerGraph(key, make(key)) for key in keys}
+    graphs: dict[GraphKey, CapturedGraph] = {key: EagerGraph(key, make(key)) for key in keys}
     return Runner(model, buffers, runner.grid, graphs, {}, runner.counters)
 
 
@@ -176,8 +177,12 @@ def count_region_calls(runner: Runner, key: GraphKey) -> tuple[int, float]:
     table = RegionTable({name: counted(function) for name, function in plain.items()})
     with torch.no_grad():
         decode_step(
-            table, runner.model, runner.buffers, torch.ones(max(runner.num_draft_tokens, 1)),
-            key.num_reqs, key.num_query_tokens,
+            table,
+            runner.model,
+            runner.buffers,
+            torch.ones(max(runner.num_draft_tokens, 1)),
+            key.num_reqs,
+            key.num_query_tokens,
         )
     return len(sizes), sum(sizes) / len(sizes)
 

@@ -87,8 +87,15 @@ def layer_tensors(layer: LayerWeights) -> tuple[list[Tensor], list[Tensor]]:
     """(matrices that every token multiplies once, small tensors); without experts and tables."""
     attention, moe = layer.attention, layer.moe
     matrices = [
-        layer.attn_mix.fn, layer.ffn_mix.fn, attention.w_in, attention.wq_b, attention.wo_a,
-        attention.wo_b, moe.gate, moe.shared_w13, moe.shared_w2,
+        layer.attn_mix.fn,
+        layer.ffn_mix.fn,
+        attention.w_in,
+        attention.wq_b,
+        attention.wo_a,
+        attention.wo_b,
+        moe.gate,
+        moe.shared_w13,
+        moe.shared_w2,
     ]
     rest = [attention.q_norm, attention.kv_norm, attention.frequencies, attention.sink, moe.bias]
     for mix in (layer.attn_mix, layer.ffn_mix):

@@ -5,6 +5,7 @@ and buffers -> regions -> one captured graph per pair and prefill size -> Runner
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -29,6 +30,7 @@ from decodegrid.graphs.state import Capacity, allocate_state
 from decodegrid.graphs.step_buffers import StepBuffers, allocate_buffers
 from decodegrid.graphs.step_weights import pack_weights
 from decodegrid.graphs.target_step import StepModel
+from decodegrid.kernels.native import install_native_kernels
 
 DTYPES = MappingProxyType(
     {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -51,6 +53,8 @@ class RunnerOptions:
     draft_temperatures: tuple[float, ...]
     """Divisors of the confidence logits, one per draft."""
     show_progress: bool
+    native_cache_dir: Path | None = None
+    """Where the native CPU kernels are built; None leaves plain torch behind the ops."""
 
 
 def check_model(config: ModelConfig, capacity: Capacity) -> None:
@@ -80,7 +84,7 @@ def make_regions(
     config: ModelConfig, capacity: Capacity, compiler: RegionCompiler, backend: Backend
 ) -> RegionTable:
     """Every region of the deployment through the compiler."""
-    specs = build_regions(config, capacity, unrolled=backend == "inductor")
+    specs = build_regions(config, capacity, as_ops=backend != "none")
     return RegionTable(
         {
             name: compiler.opaque(item.function)
@@ -134,6 +138,9 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
         chunk = max(options.prefill_chunk_sizes)
         buffers = allocate_buffers(config, capacity, chunk, options.dtype, options.device)
         step_model = StepModel(config, weights, state)
+    if options.native_cache_dir is not None:
+        with clock.phase("native kernels"):
+            install_native_kernels(options.native_cache_dir)
     counters = CaptureCounters()
     compiler = RegionCompiler(options.compile_options, counters, clock)
     regions = make_regions(config, capacity, compiler, options.compile_options.backend)
@@ -193,5 +200,6 @@ def build_runner(loaded: LoadedConfig) -> Runner:
         ),
         draft_temperatures=(1.0,) * max(drafts, 1),
         show_progress=config.compile.progress,
+        native_cache_dir=loaded.cache_dir if config.model.device == "cpu" else None,
     )
     return make_runner(model, options, clock)

@@ -115,7 +115,7 @@ def run_drafter(
     """Draft block of every row after acceptance; installs drafts and confidences in the slots."""
     config, weights, slots = model.config, model.weights, model.state.slots
     head = weights.draft_head
-    assert head is not None and buffers.draft is not None and buffers.draft_logits is not None
+    assert head is not None and buffers.draft is not None
     num_rows = rows.slots.shape[0]
     tokens = slice_tokens(buffers.draft, num_rows * config.dspark_block_size)
     regions["draft_metadata"](
@@ -132,9 +132,51 @@ def run_drafter(
             tokens.query, ring, tokens.window_index, layer.attention.sink, tokens.attended
         )
         run_after_attention(regions, tokens, layer, "draft_moe", spare, pre)
-    regions["draft_head"](
-        tokens.stream, pre, head.norm, weights.head, head.markov_embed, head.markov_head,
-        head.confidence, rows.slots, rows.stopped, slots.last_token, slots.seq_len,
-        slots.temperature, slots.seed, draft_temperature, slots.drafts, slots.num_drafts,
-        slots.confidence, buffers.draft_logits[:num_rows],
+    run_draft_heads(regions, model, buffers, rows, tokens.stream, pre, draft_temperature)
+
+
+def run_draft_heads(
+    regions: RegionTable,
+    model: StepModel,
+    buffers: StepBuffers,
+    rows: RowBuffers,
+    stream: Tensor,
+    pre: Tensor,
+    draft_temperature: Tensor,
+) -> None:
+    """Base logits of the block in parallel, then the Markov chain, one draft after another."""
+    head, slots = model.weights.draft_head, model.state.slots
+    logits, hidden, previous = buffers.draft_logits, buffers.draft_hidden, buffers.draft_previous
+    assert head is not None and logits is not None and hidden is not None and previous is not None
+    count = rows.slots.shape[0]
+    logits, hidden, previous = logits[:count], hidden[:count], previous[:count]
+    regions["draft_base"](
+        stream,
+        pre,
+        head.norm,
+        model.weights.head,
+        rows.slots,
+        slots.last_token,
+        slots.num_drafts,
+        hidden,
+        logits,
+        previous,
     )
+    for step in range(model.state.capacity.num_draft_tokens):
+        regions["draft_choose"](
+            hidden[:, step],
+            previous,
+            head.markov_embed,
+            head.markov_head,
+            head.confidence,
+            rows.slots,
+            rows.stopped,
+            slots.seq_len,
+            slots.temperature,
+            slots.seed,
+            buffers.draft_steps[step : step + 1],
+            draft_temperature[step : step + 1],
+            logits[:, step],
+            slots.drafts[:, step],
+            slots.confidence[:, step],
+        )

@@ -22,14 +22,14 @@ from decodegrid.kernels.select_entries import select_entries_op
 
 
 def build_regions(
-    config: ModelConfig, capacity: Capacity, *, unrolled: bool
+    config: ModelConfig, capacity: Capacity, *, as_ops: bool
 ) -> dict[str, RegionSpec]:
-    """Every region of this model and deployment by name; `unrolled` for a compiler's sake."""
+    """Every region of this model and deployment by name; `as_ops` calls native ops where there are any."""
     specs: dict[str, RegionSpec] = {}
     specs.update(metadata_regions(config, capacity))
-    specs.update(mix_regions(config, unrolled=unrolled))
-    specs.update(attention_regions(config, unrolled=unrolled))
-    specs.update(moe_regions(config, with_drafter=capacity.num_draft_tokens > 0))
+    specs.update(mix_regions(config, as_ops=as_ops))
+    specs.update(attention_regions(config, as_ops=as_ops))
+    specs.update(moe_regions(config, with_drafter=capacity.num_draft_tokens > 0, as_ops=as_ops))
     specs.update(output_regions(config, capacity))
     specs.update(draft_regions(config, capacity))
     if config.kv_source_layer_ids:

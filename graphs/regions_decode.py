@@ -99,6 +99,7 @@ def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSp
     eps, window, block = config.rms_norm_eps, config.sliding_window, config.dspark_block_size
     ring = window_ring_len(config, capacity.num_draft_tokens)
     offered, noise = capacity.num_draft_tokens, config.dspark_noise_token_id
+    vocab = config.vocab_size
 
     def tap(stream: Tensor, tap_out: Tensor) -> None:
         tap_out.copy_(island(stream).mean(1))
@@ -139,40 +140,57 @@ def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSp
             reads.where((seen >= 0) & is_live.unsqueeze(1), -torch.ones_like(reads))
         )
 
-    def draft_head(
-        stream: Tensor, pre: Tensor, norm: Tensor, weight: Tensor, markov_embed: Tensor,
-        markov_head: Tensor, confidence_proj: Tensor, slots: Tensor, stopped: Tensor,
+    def draft_base(
+        stream: Tensor,
+        pre: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        slots: Tensor,
         last_token: Tensor,
-        seq_len: Tensor, temperature: Tensor, seed: Tensor, draft_temperature: Tensor,
-        drafts_out: Tensor, num_drafts_out: Tensor, confidence_out: Tensor, logits_out: Tensor,
+        num_drafts_out: Tensor,
+        hidden_out: Tensor,
+        logits_out: Tensor,
+        previous_out: Tensor,
     ) -> None:
         hidden = hc_pre(stream, pre)
         normed = island(rms_norm(hidden, norm, eps))
-        base = F.linear(normed, weight.to(normed.dtype)).unflatten(0, (-1, block))
-        hidden = island(hidden).unflatten(0, (-1, block))
-        live = slots > 0
-        previous = last_token[slots].clamp(0, config.vocab_size - 1)
-        length = seq_len[slots]
-        tokens, confidences = [], []
-        for step in range(offered):
-            embedded = island(F.embedding(previous, markov_embed))
-            logits = base[:, step] + F.linear(embedded, markov_head.to(embedded.dtype))
-            logits_out[:, step].copy_(logits)
-            joined = torch.cat((hidden[:, step], embedded), -1)
-            raw = F.linear(joined, confidence_proj.to(joined.dtype)).squeeze(-1)
-            confidences.append(torch.sigmoid((raw / draft_temperature[step]).clamp(-60.0, 60.0)))
-            previous = choose_tokens(logits, temperature[slots], seed[slots], length + step)
-            tokens.append(previous)
-        alive = live.unsqueeze(1)
-        drafts = torch.stack(tokens, 1)
-        drafts_out[slots] = drafts.where(alive, torch.zeros_like(drafts))
-        rates = torch.stack(confidences, 1)
-        # A request that stopped gets one query token in a step that was launched before anyone knew.
-        confidence_out[slots] = rates.where(
-            alive & ~stopped.unsqueeze(1), torch.zeros_like(rates)
-        )
+        logits_out.copy_(F.linear(normed, weight.to(normed.dtype)).unflatten(0, (-1, block)))
+        hidden_out.copy_(hidden.unflatten(0, (-1, block)))
+        previous_out.copy_(last_token[slots].clamp(0, vocab - 1))
         count = torch.full_like(slots, offered)
-        num_drafts_out[slots] = count.where(live, torch.zeros_like(count))
+        num_drafts_out[slots] = count.where(slots > 0, torch.zeros_like(count))
+
+    def draft_choose(
+        hidden: Tensor,
+        previous: Tensor,
+        markov_embed: Tensor,
+        markov_head: Tensor,
+        confidence_proj: Tensor,
+        slots: Tensor,
+        stopped: Tensor,
+        seq_len: Tensor,
+        temperature: Tensor,
+        seed: Tensor,
+        step: Tensor,
+        draft_temperature: Tensor,
+        logits: Tensor,
+        drafts_out: Tensor,
+        confidence_out: Tensor,
+    ) -> None:
+        embedded = island(F.embedding(previous, markov_embed))
+        biased = logits + F.linear(embedded, markov_head.to(embedded.dtype))
+        # One output feature: two sums, without the joined input that a product would need.
+        split = confidence_proj.to(embedded.dtype)
+        seen = (island(hidden) * split[:, : hidden.shape[1]]).sum(-1)
+        raw = seen + (embedded * split[:, hidden.shape[1] :]).sum(-1)
+        rate = torch.sigmoid((raw / draft_temperature).clamp(-60.0, 60.0))
+        token = choose_tokens(biased, temperature[slots], seed[slots], seq_len[slots] + step)
+        live = slots > 0
+        logits.copy_(biased)
+        previous.copy_(token)
+        drafts_out[slots] = token.where(live, torch.zeros_like(token))
+        # A request that stopped gets one query token in a step launched before anyone knew.
+        confidence_out[slots] = rate.where(live & ~stopped, torch.zeros_like(rate))
 
     return {
         "tap": spec(tap, "stream", "tap_out"),
@@ -183,5 +201,10 @@ def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSp
             draft_metadata, "slots", "input_ids", "positions", "token_slot", "valid",
             "window_store", "window_index",
         ),
-        "draft_head": spec(draft_head, "stream", "pre", "slots", "stopped", "logits_out"),
+        "draft_base": spec(
+            draft_base, "stream", "pre", "slots", "hidden_out", "logits_out", "previous_out"
+        ),
+        "draft_choose": spec(
+            draft_choose, "hidden", "previous", "slots", "stopped", "logits"
+        ),
     }

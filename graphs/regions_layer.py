@@ -16,8 +16,8 @@ from torch import Tensor
 
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.kernels.engram import engram_gate, hash_rows
-from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre
-from decodegrid.kernels.moe import grouped_product_op, route, routed_experts, swiglu
+from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre, sinkhorn, sinkhorn_op
+from decodegrid.kernels.moe import grouped_product, grouped_product_op, route, routed_experts, swiglu
 from decodegrid.kernels.norm_rope import apply_rope, island, rms_norm, rope_angles
 from decodegrid.kernels.sparse_attention import gathered_attention
 
@@ -47,10 +47,11 @@ def take_rows(table: Tensor, index: Tensor) -> Tensor:
     return rows.where((index >= 0).unsqueeze(-1), torch.zeros((), dtype=table.dtype))
 
 
-def mix_regions(config: ModelConfig, *, unrolled: bool) -> dict[str, RegionSpec]:
+def mix_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
     """Embedding, mHC collapse and Engram."""
     norm_eps, hc_eps = config.rms_norm_eps, config.hc_eps
     iters, heads = config.hc_sinkhorn_iters, config.engram_n_heads
+    rounds = sinkhorn_op if as_ops else sinkhorn
 
     def embed(input_ids: Tensor, table: Tensor, stream_out: Tensor, pre_out: Tensor) -> None:
         rows = F.embedding(input_ids, table)
@@ -64,7 +65,7 @@ def mix_regions(config: ModelConfig, *, unrolled: bool) -> dict[str, RegionSpec]
     ) -> None:
         next_pre, post, comb = hc_mix(
             stream, fn, scale, base,
-            norm_eps=norm_eps, hc_eps=hc_eps, iters=iters, unrolled=unrolled,
+            norm_eps=norm_eps, hc_eps=hc_eps, iters=iters, rounds=rounds,
         )
         x_out.copy_(rms_norm(hc_pre(stream, pre), norm, norm_eps))
         pre_out.copy_(next_pre)
@@ -95,11 +96,12 @@ def mix_regions(config: ModelConfig, *, unrolled: bool) -> dict[str, RegionSpec]
     return specs
 
 
-def attention_regions(config: ModelConfig, *, unrolled: bool) -> dict[str, RegionSpec]:
+def attention_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
     """Projections in, sources, index queries, attention cores, projection out."""
     eps, rank, heads = config.rms_norm_eps, config.q_lora_rank, config.num_attention_heads
     index_heads = config.index_n_heads
     hc_eps, iters = config.hc_eps, config.hc_sinkhorn_iters
+    rounds = sinkhorn_op if as_ops else sinkhorn
 
     def attn_in(
         x: Tensor, positions: Tensor, store: Tensor, w_in: Tensor, q_norm: Tensor, wq_b: Tensor,
@@ -179,7 +181,7 @@ def attention_regions(config: ModelConfig, *, unrolled: bool) -> dict[str, Regio
         joined = torch.bmm(groups, wo_a).transpose(0, 1).flatten(1)
         after = hc_post(F.linear(joined, wo_b), stream, post, comb)
         next_pre, next_post, next_comb = hc_mix(
-            after, fn, scale, base, norm_eps=eps, hc_eps=hc_eps, iters=iters, unrolled=unrolled
+            after, fn, scale, base, norm_eps=eps, hc_eps=hc_eps, iters=iters, rounds=rounds
         )
         x_out.copy_(rms_norm(hc_pre(after, pre), norm, eps))
         stream.copy_(after)
@@ -219,10 +221,11 @@ def attention_regions(config: ModelConfig, *, unrolled: bool) -> dict[str, Regio
     return specs
 
 
-def moe_regions(config: ModelConfig, *, with_drafter: bool) -> dict[str, RegionSpec]:
+def moe_regions(config: ModelConfig, *, with_drafter: bool, as_ops: bool) -> dict[str, RegionSpec]:
     """MoE sublayer with the stream update."""
     limit, scaling = config.swiglu_limit, config.routed_scaling_factor
     normalise = config.norm_topk_prob
+    product = grouped_product_op if as_ops else grouped_product
 
     def make(top_k: int) -> Region:
         def moe(
@@ -232,7 +235,7 @@ def moe_regions(config: ModelConfig, *, with_drafter: bool) -> dict[str, RegionS
             ids, weights = route(x, gate, bias, top_k, scaling=scaling, normalise=normalise)
             # A pad visits no routed expert, so that it costs nothing and counts nowhere.
             ids = ids.where(valid.unsqueeze(-1), torch.full((), w13.shape[0], dtype=ids.dtype))
-            routed = routed_experts(x, ids, weights, w13, w2, limit, grouped_product_op)
+            routed = routed_experts(x, ids, weights, w13, w2, limit, product)
             gated, up = F.linear(x, shared_w13).chunk(2, -1)
             shared = F.linear(swiglu(gated, up, limit).to(x.dtype), shared_w2)
             update = (routed + island(shared)).to(x.dtype)

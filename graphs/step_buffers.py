@@ -105,6 +105,13 @@ class StepBuffers:
     rows: RowBuffers
     output: TargetOutput
     draft_logits: Tensor | None
+    """(B, block, vocab): base logits, then logits with the Markov bias of the offered drafts."""
+    draft_hidden: Tensor | None
+    """(B, block, D)."""
+    draft_previous: Tensor | None
+    """(B,) int64: the token before the draft that is being chosen."""
+    draft_steps: Tensor
+    """(block,) int64 constants 0, 1, ..; views of it are the step numbers."""
     total: Tensor
     """(1,) int64 input: query tokens to hand out in a decode step."""
     prefill: PrefillInputs
@@ -202,8 +209,12 @@ def allocate_buffers(
     max_entries = capacity.max_blocks_per_slot * capacity.block_size
     num_taps = len(config.dspark_target_layer_ids) if drafts else 0
     target = _token_buffers(config, num_tokens, window, max_entries, num_taps, dtype, device)
-    draft, draft_logits = None, None
+    draft, draft_logits, draft_hidden, draft_previous = None, None, None, None
     if drafts:
+        draft_previous = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        draft_hidden = torch.zeros(
+            num_rows, block, config.hidden_size, dtype=dtype, device=device
+        )
         draft = _token_buffers(config, num_rows * block, window + block, 1, 0, dtype, device)
         draft_logits = torch.zeros(num_rows, block, config.vocab_size, dtype=wide, device=device)
 
@@ -225,6 +236,9 @@ def allocate_buffers(
         rows=rows,
         output=TargetOutput(logits, ints(num_query)),
         draft_logits=draft_logits,
+        draft_hidden=draft_hidden,
+        draft_previous=draft_previous,
+        draft_steps=torch.arange(max(block, 1), device=device),
         total=ints(1),
         prefill=PrefillInputs(ints(max(max_chunk, MIN_ROWS)), ints(6)),
         window_workspace=torch.zeros(

@@ -6,10 +6,15 @@ Owns the arithmetic between the residual stream of `hc_mult` copies and a sublay
 Source: DeepSeek-V4.1-Flash `inference/model.py` (hc_split_sinkhorn, hc_pre, hc_post).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from decodegrid.kernels.norm_rope import island
+
+LIBRARY = torch.library.Library("decodegrid", "FRAGMENT")
+LIBRARY.define("sinkhorn(Tensor logits, int iters, float eps) -> Tensor")
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
@@ -28,35 +33,20 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     return matrix.movedim((0, 1), (-2, -1))
 
 
-def sinkhorn_unrolled(logits: Tensor, iters: int, eps: float) -> Tensor:
-    """`sinkhorn` written on separate (...) entries, so that a compiler fuses all rounds.
+def _fake_sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    return logits.new_empty(logits.shape)
 
-    Same operations in the same order per entry; a matrix of small axes would cost a compiled
-    kernel per half round. Only for traced code: eager it is slower.
-    """
-    n = logits.shape[-1]
-    cells = [[logits[..., i, j] for j in range(n)] for i in range(n)]
-    for i in range(n):
-        top = cells[i][0]
-        for cell in cells[i][1:]:
-            top = torch.maximum(top, cell)
-        row = [(cell - top).exp() for cell in cells[i]]
-        total = sum(row[1:], row[0])
-        cells[i] = [cell / total + eps for cell in row]
 
-    def columns() -> None:
-        for j in range(n):
-            total = sum((cells[i][j] for i in range(1, n)), cells[0][j]) + eps
-            for i in range(n):
-                cells[i][j] = cells[i][j] / total
+def _contiguous_sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    return sinkhorn(logits, iters, eps).contiguous()
 
-    columns()
-    for _ in range(iters - 1):
-        for i in range(n):
-            total = sum(cells[i][1:], cells[i][0]) + eps
-            cells[i] = [cell / total for cell in cells[i]]
-        columns()
-    return torch.stack([torch.stack(row, -1) for row in cells], -2)
+
+# Not the CPU key: that one is for the native kernel, which then wins.
+LIBRARY.impl("sinkhorn", _contiguous_sinkhorn, "CompositeExplicitAutograd")
+torch.library.register_fake("decodegrid::sinkhorn", _fake_sinkhorn, lib=LIBRARY)
+
+sinkhorn_op = torch.ops.decodegrid.sinkhorn.default
+"""The op form, for traced code: unrolled, the rounds take a compiler half a minute a region."""
 
 
 def hc_mix(
@@ -68,13 +58,13 @@ def hc_mix(
     norm_eps: float,
     hc_eps: float,
     iters: int,
-    unrolled: bool = False,
+    rounds: Callable[[Tensor, int, float], Tensor] = sinkhorn,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Coefficients of one sublayer from the stream before it, all in an fp32 island.
 
     stream: (..., n, D); fn: (n * (n + 2), n * D); scale: (3,); base: (n * (n + 2),).
     Returns `pre` (..., n) for the *next* sublayer, `post` (..., n) and `comb` (..., n, n) for
-    this one. `unrolled` picks the form of Sinkhorn that compiles well.
+    this one. `rounds` is `sinkhorn` or its op form.
     """
     n = stream.shape[-2]
     flat = island(stream).flatten(-2)
@@ -85,7 +75,6 @@ def hc_mix(
     pre = torch.sigmoid(mixed[..., :n] * scale[0] + base[:n]) + hc_eps
     post = 2.0 * torch.sigmoid(mixed[..., n : 2 * n] * scale[1] + base[n : 2 * n])
     logits = (mixed[..., 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
-    rounds = sinkhorn_unrolled if unrolled else sinkhorn
     return pre, post, rounds(logits, iters, hc_eps)
 
 

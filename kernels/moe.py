@@ -55,7 +55,10 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         expert = torch.searchsorted(ends, row, right=True)
         expert = expert.clamp(max=weights.shape[0] - 1)
         return torch.bmm(rows.unsqueeze(1), weights[expert]).squeeze(1)
-    return torch._grouped_mm(rows, weights, offs=ends)
+    if rows.shape[0] == 0:
+        return rows.new_empty(0, weights.shape[2])
+    # The kernel wants dense rows; weights may be stored either way round.
+    return torch._grouped_mm(rows.contiguous(), weights, offs=ends)
 
 
 def _fake_grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

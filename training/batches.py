@@ -1,10 +1,9 @@
 """Rows of tokens for training and evaluation, as a pure function of stream, seed and step.
 
-Owns the cut of a token stream into rows that start at a document, and their order. A row's targets
-are the next tokens; a target that is the begin-of-sentence token is left out (-100).
+Owns the cut of a token stream into rows, and their order. A row starts at a document, or goes on
+with a long one that the row before cut. A row's targets are the next tokens; a target that is the
+begin-of-sentence token is left out (-100).
 """
-
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,27 +13,27 @@ from torch import Tensor
 IGNORED = -100
 
 
+_LEAST_REST = 256
+"""A cut document with at least as many tokens left goes on in the next row."""
+
+
 class Rows:
-    """Rows of `length` tokens plus one target, each from the start of a document."""
+    """Rows of `length` tokens plus one target, from the start of a document where possible."""
 
     def __init__(self, stream: npt.NDArray[np.uint16], length: int, bos: int, seed: int) -> None:
         """Raises ValueError when the stream does not hold one row."""
         self.stream, self.length, self.bos = stream, length, bos
-        documents = np.flatnonzero(stream == bos)
-        starts, free = [], 0
-        for start in documents:
-            if start >= free and start + length < len(stream):
-                starts.append(int(start))
-                free = start + length
+        documents = np.append(np.flatnonzero(stream == bos), len(stream))
+        starts, start = [], int(documents[0])
+        while start + length < len(stream):
+            starts.append(start)
+            end = start + length
+            following = int(documents[np.searchsorted(documents, end)])
+            start = end if following - end >= _LEAST_REST else following
         if not starts:
             raise ValueError(f"a stream of {len(stream)} tokens has no row of {length + 1}")
         self.starts = np.array(starts)
         self.order = np.random.default_rng(seed).permutation(len(starts))
-
-    @classmethod
-    def from_file(cls, path: Path, length: int, bos: int, seed: int) -> "Rows":
-        """Rows of a .npy stream."""
-        return cls(np.load(path), length, bos, seed)
 
     def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Rows number `first` on, wrapping around: ids and targets, (count, length) int64."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 Piece = Callable[..., Any]
 
-_WINDOWS_PER_BLOCK = 2
-"""Windows of queries that share one cut of the compressed keys."""
+_MOST_BLOCKS = 4
+"""Blocks of query windows that share one cut of the compressed keys."""
 
 
 def near_bias(num_tokens: int, window: int) -> Tensor:
@@ -33,8 +33,9 @@ def _block_ends(num_tokens: int, window: int, num_keys: int, ratio: int) -> list
     """(query windows, compressed keys) up to the end of each block."""
     count = num_tokens // window
     ends = []
-    for start in range(0, count, _WINDOWS_PER_BLOCK):
-        stop = min(start + _WINDOWS_PER_BLOCK, count)
+    size = -(-count // _MOST_BLOCKS)
+    for start in range(0, count, size):
+        stop = min(start + size, count)
         ends.append((stop, min(stop * window // ratio, num_keys)))
     return ends
 
@@ -243,8 +244,6 @@ class _Joint(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, far_keys, out, near_weights, alone, *blocks = ctx.saved_tensors
         grad, owner = grad.contiguous(), ctx.owner
-        d_query, d_keys, d_sink = owner.backward_window(
-            grad, query, keys, out, near_weights, alone
-        )
+        d_query, d_keys, d_sink = owner.backward_window(grad, query, keys, out, near_weights, alone)
         far_query, d_far = owner.backward_far(grad, query, far_keys, out, blocks)
         return d_query + far_query, d_keys, d_sink, None, d_far, None, None, None

@@ -64,9 +64,7 @@ def pick_rounds(
     )
 
 
-def context_of(
-    model: DraftModel, taps: Tensor, rounds: Rounds
-) -> tuple[list[Tensor], Tensor]:
+def context_of(model: DraftModel, taps: Tensor, rounds: Rounds) -> tuple[list[Tensor], Tensor]:
     """Context keys of each drafter layer (N, window, d) and which are live (N, window)."""
     window = model.config.sliding_window
     keys = model.context_keys(model.draft_context(taps), torch.arange(taps.shape[1]))
@@ -75,9 +73,7 @@ def context_of(
     return [layer[rows, seen.clamp(min=0)] for layer in keys], seen >= 0
 
 
-def draft_hidden(
-    fast: FastForward, rounds: Rounds, keys: list[Tensor], live: Tensor
-) -> Tensor:
+def draft_hidden(fast: FastForward, rounds: Rounds, keys: list[Tensor], live: Tensor) -> Tensor:
     """As `DraftModel.draft_hidden`, in the pieces of `FastForward`: (N, block, D)."""
     model, config = fast.model, fast.config
     assert isinstance(model, DraftModel)

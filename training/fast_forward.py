@@ -128,14 +128,21 @@ def token_loss(model: Model, hidden: Tensor, targets: Tensor) -> Tensor:
 class FastForward:
     """Callable form of one model; one instance serves any number of shapes.
 
-    `compiler` wraps each piece (None: no compilation, for tests and odd shapes). `loads` holds the
-    (layers, experts) token counts of the latest call, for the router-bias update.
+    `compiler` wraps each piece (None: no compilation, for tests and odd shapes). Pieces that work
+    token by token see every batch of as many tokens as `layout` in that shape (rows, tokens), so
+    that another row length does not compile them again. `loads` holds the (experts,) token counts
+    of each layer of the latest call, for the router-bias update.
     """
 
-    def __init__(self, model: Model, compiler: Compiler | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        compiler: Compiler | None = None,
+        layout: tuple[int, int] | None = None,
+    ) -> None:
         wrap: Compiler = compiler if compiler is not None else (lambda piece: piece)
         config = model.config
-        self.model, self.config = model, config
+        self.model, self.config, self.layout = model, config, layout
         self.constants = (config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
         self.open, self.post = wrap(_open), wrap(hc_post)
         self.project, self.output = wrap(_project), wrap(_output)
@@ -155,7 +162,8 @@ class FastForward:
         model, config = self.model, self.config
         run = _Run(self, ids, dense, trace_indexer)
         self.loads = []
-        stream = model.embed(ids).unsqueeze(2).repeat(1, 1, config.hc_mult, 1)
+        shape = self.layout_of(ids)
+        stream = model.embed(ids.view(shape)).unsqueeze(2).repeat(1, 1, config.hc_mult, 1)
         pre = initial_pre(stream)
         taps = []
         for layer, block in enumerate(model.layers):
@@ -165,12 +173,27 @@ class FastForward:
             if layer in config.dspark_target_layer_ids:
                 taps.append(stream.mean(2))
             next_pre, post, comb, x = self.open_sublayer(block, "attn", stream, pre)
-            stream = self.post(run.attention(block.attn, x), stream, post, comb)
+            update = run.attention(block.attn, x.view(*ids.shape, -1)).view(x.shape)
+            stream = self.post(update, stream, post, comb)
             pre, post, comb, x = self.open_sublayer(block, "ffn", stream, next_pre)
             stream = self.post(self.experts(block.ffn, x), stream, post, comb)
         hidden = hc_pre(stream, pre)
         gathered = torch.cat(taps, -1) if taps else hidden[..., :0]
-        return ForwardOutput(hidden, gathered, tuple(run.traces))
+        return ForwardOutput(
+            hidden.view(*ids.shape, -1), gathered.view(*ids.shape, -1), tuple(run.traces)
+        )
+
+    def layout_of(self, ids: Tensor) -> tuple[int, int]:
+        """The shape in which token-wise pieces see this batch."""
+        if self.layout is not None and ids.numel() == self.layout[0] * self.layout[1]:
+            return self.layout
+        return ids.shape[0], ids.shape[1]
+
+    def mean_loss(self, output: ForwardOutput, targets: Tensor) -> Tensor:
+        """Mean cross entropy in nats over (B, S) targets, -100 being left out."""
+        shape = self.layout_of(targets)
+        loss: Tensor = self.loss(self.model, output.hidden.view(*shape, -1), targets.reshape(shape))
+        return loss
 
     def open_sublayer(
         self, block: Block, part: str, stream: Tensor, pre: Tensor
@@ -187,6 +210,7 @@ class FastForward:
     def _engram(self, block: Block, stream: Tensor, lookback: Tensor) -> Tensor:
         engram = block.engram
         heads = self.config.engram_n_heads
+        lookback = lookback.view(*stream.shape[:2], -1)
         rows = hash_rows(lookback, engram.multipliers, engram.primes, engram.offsets, heads)
         kv = engram.wkv(F.embedding(rows, engram.embed.weight).flatten(-2))
         out: Tensor = self.engram_gate(

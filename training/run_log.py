@@ -30,4 +30,5 @@ class Log:
 
 def compile_piece(piece: Any) -> Any:
     """Compile for exact shapes; every piece is small, so a new shape costs about a minute."""
+    torch._dynamo.config.recompile_limit = 64
     return torch.compile(piece, dynamic=False)

@@ -204,7 +204,7 @@ def main() -> int:
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     model = build_model(raw, compressed_token_classes(tokenizer), SEED)
     model.load_state_dict(state["model"])
-    train = Rows.from_file(BUILD / "train.npy", plan.length, raw["bos_token_id"], SEED)
+    train = Rows(np.load(BUILD / "train.npy"), plan.length, raw["bos_token_id"], SEED)
     if not arguments.resume:
         start_from_target(model)
     trainer = DrafterTrainer(model, train, plan, compile_piece)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -23,9 +24,9 @@ from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.engram_vocab import compressed_token_classes
 from decodegrid.graphs.model import MoE
 from training.batches import Rows
-from training.run_log import BUILD, LOGS, ROOT, Log, compile_piece
 from training.fast_forward import Compiler, FastForward
 from training.optimizer import Optimizer
+from training.run_log import BUILD, LOGS, ROOT, Log, compile_piece
 from training.tiny_config import TOKENIZER, build_model, tiny_config
 
 SEED = 20260
@@ -35,8 +36,9 @@ SEED = 20260
 class Plan:
     """What a target run does; lengths in tokens, times in seconds."""
 
-    batch: int = 4
-    length: int = 512
+    phases: tuple[tuple[float, int, int], ...] = ((0.0, 4, 512),)
+    """(share of the run at which it starts, rows of a step, tokens of a row); held-out rows have
+    the first phase's shape."""
     rates: tuple[float, float] = (4e-3, 3e-3)
     """Peak learning rates of Muon and AdamW."""
     warmup_steps: int = 20
@@ -110,18 +112,25 @@ class TargetTrainer:
         self,
         raw: dict[str, Any],
         classes: list[int],
-        streams: dict[str, Rows],
+        streams: dict[str, npt.NDArray[np.uint16]],
         plan: Plan,
         compiler: Compiler | None,
     ) -> None:
-        """`streams`: "train" and any number of held-out domains."""
-        self.raw, self.plan, self.streams = raw, plan, streams
+        """`streams`: tokens of "train" and of any number of held-out domains."""
+        self.raw, self.plan = raw, plan
+        bos = raw["bos_token_id"]
+        self.train_rows = [Rows(streams["train"], phase[2], bos, SEED) for phase in plan.phases]
+        self.heldout_rows = {
+            name: Rows(stream, plan.phases[0][2], bos, SEED)
+            for name, stream in streams.items()
+            if name != "train"
+        }
         self.model = build_model(raw, classes, SEED)
         self.model.mtp.requires_grad_(False)
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         named = [(n, p) for n, p in named if n.rsplit(".", 1)[-1] not in ("bias", "bias_vl")]
         self.optimizer = Optimizer(named, plan.rates)
-        self.fast = FastForward(self.model, compiler)
+        self.fast = FastForward(self.model, compiler, plan.phases[0][1:])
         self.progress = Progress()
 
     def train_step(self, share: float) -> dict[str, float]:
@@ -130,9 +139,11 @@ class TargetTrainer:
         begin = time.perf_counter()
         dense = share < plan.dense_until
         trace = not dense or progress.step % plan.index_every == 0
-        ids, targets = self.streams["train"].batch(progress.step * plan.batch, plan.batch)
+        phase = sum(share >= start for start, _, _ in plan.phases) - 1
+        batch = plan.phases[phase][1]
+        ids, targets = self.train_rows[phase].batch(progress.step * batch, batch)
         output = self.fast(ids, dense=dense, trace_indexer=trace)
-        loss = self.fast.loss(self.model, output.hidden, targets)
+        loss = self.fast.mean_loss(output, targets)
         extra = index_loss(output.traces) if trace else torch.zeros(())
         (loss + extra).backward()
         factor = rate_factor(plan, progress.step, share)
@@ -155,15 +166,14 @@ class TargetTrainer:
         """Mean loss of the first `rows` rows of each held-out domain, in nats per token."""
         result = {}
         plan = self.plan
-        for name, stream in self.streams.items():
-            if name == "train":
-                continue
+        batch = plan.phases[0][1]
+        for name, stream in self.heldout_rows.items():
             losses = []
-            for first in range(0, rows, plan.batch):
-                ids, targets = stream.batch(first, plan.batch)
+            for first in range(0, rows, batch):
+                ids, targets = stream.batch(first, batch)
                 # Gradients stay enabled: another mode would compile every piece again.
                 output = self.fast(ids, dense=share < plan.dense_until)
-                losses.append(float(self.fast.loss(self.model, output.hidden, targets).detach()))
+                losses.append(float(self.fast.mean_loss(output, targets).detach()))
             result[name] = float(np.mean(losses))
         return result
 
@@ -244,10 +254,7 @@ def main() -> int:
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     raw, plan = tiny_config(tokenizer), Plan()
     names = ("train", "heldout_stories", "heldout_templated")
-    streams = {
-        name: Rows.from_file(BUILD / f"{name}.npy", plan.length, raw["bos_token_id"], SEED)
-        for name in names
-    }
+    streams = {name: np.load(BUILD / f"{name}.npy") for name in names}
     classes = compressed_token_classes(tokenizer)
     trainer = TargetTrainer(raw, classes, streams, plan, compile_piece)
     if arguments.resume:

@@ -18,10 +18,12 @@ from torch import Tensor
 from decodegrid.capture.grid import build_grid
 from decodegrid.capture.lowering import Backend, CompileOptions
 from decodegrid.capture.phases import PhaseClock
+from decodegrid.engine import build
 from decodegrid.engine.build import RunnerOptions, make_runner
 from decodegrid.engine.runner import Runner
 from decodegrid.engine.runner_protocol import SlotRequest, StepResult
 from decodegrid.graphs.drafter import DraftModel
+from decodegrid.graphs.regions import RegionTable
 from decodegrid.graphs.state import Capacity
 
 BLOCK_SIZE = 8
@@ -42,6 +44,7 @@ class CachedRun:
     logits: dict[int, list[Tensor]] = field(default_factory=dict)
     """By slot, one row for every emitted token."""
     blocks: dict[int, list[int]] = field(default_factory=dict)
+    """Block table by slot; chosen at the first prefill unless a test did."""
     verified: int = 0
     accepted: int = 0
 
@@ -65,30 +68,17 @@ class CachedRun:
         self, slot: int, prompt: Sequence[int], sizes: Iterable[int] = ()
     ) -> Iterator[None]:
         """Prefill all but the last token in chunks of `sizes` (then 16 each), one per `next`."""
-        order = list(range(1 + (slot - 1) * BLOCKS_PER_SLOT, 1 + slot * BLOCKS_PER_SLOT))
-        random.Random(slot).shuffle(order)
-        self.blocks[slot] = order
+        if slot not in self.blocks:
+            order = list(range(1 + (slot - 1) * BLOCKS_PER_SLOT, 1 + slot * BLOCKS_PER_SLOT))
+            random.Random(slot).shuffle(order)
+            self.blocks[slot] = order
         rest, start, last = iter(sizes), 0, len(prompt) - 1
         while start < last:
             end = min(start + next(rest, 16), last)
             before = self.history(prompt, start)
-            self.runner.prefill(slot, prompt[start:end], start, before, order)
+            self.runner.prefill(slot, prompt[start:end], start, before, self.blocks[slot])
             start = end
             yield
-
-    def begin(
-        self,
-        slot: int,
-        prompt: Sequence[int],
-        sizes: Iterable[int] = (),
-        *,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        """Prefill and start a slot."""
-        for _ in self.prefill(slot, prompt, sizes):
-            pass
-        self.start(slot, prompt, temperature=temperature, seed=seed)
 
     def start(
         self, slot: int, prompt: Sequence[int], *, temperature: float = 0.0, seed: int = 0
@@ -106,6 +96,20 @@ class CachedRun:
         self.runner.start(slot, request, self.blocks[slot])
         self.texts[slot], self.prompt_lens[slot] = list(prompt), len(prompt)
         self.logits[slot] = []
+
+    def begin(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        sizes: Iterable[int] = (),
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """Prefill and start a slot."""
+        for _ in self.prefill(slot, prompt, sizes):
+            pass
+        self.start(slot, prompt, temperature=temperature, seed=seed)
 
     def decode(self, slots: Sequence[int], total: int) -> StepResult:
         """One step; appends what it emits to texts and logits."""
@@ -231,14 +235,16 @@ def build_run(
     num_drafts: int,
     max_num_reqs: int,
     req_sizes: Sequence[int],
+    draft_temperatures: tuple[float, ...] = (),
     backend: Backend = "none",
     cache_dir: Path | None = None,
+    spare_blocks: int = 3,
 ) -> CachedRun:
     """A runner in the model's own dtype, captured prefill sizes 4 and 16."""
     dtype = model.embed.weight.dtype
     capacity = Capacity(
         num_slots=max_num_reqs + 1,
-        num_blocks=max_num_reqs * BLOCKS_PER_SLOT + 3,
+        num_blocks=max_num_reqs * BLOCKS_PER_SLOT + spare_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         num_draft_tokens=num_drafts,
@@ -250,8 +256,9 @@ def build_run(
         dtype=dtype,
         device="cpu",
         compile_options=CompileOptions(backend, cache_dir, 1),
-        draft_temperatures=(1.0,) * max(num_drafts, 1),
+        draft_temperatures=draft_temperatures or (1.0,) * max(num_drafts, 1),
         show_progress=False,
+        native_cache_dir=cache_dir,
     )
     runner = make_runner(model, options, PhaseClock())
     return CachedRun(model, runner, model)
@@ -270,16 +277,61 @@ def make_run(make_model: Callable[..., DraftModel]) -> Callable[..., CachedRun]:
         num_drafts: int = 5,
         max_num_reqs: int = 8,
         req_sizes: tuple[int, ...] = (1, 3),
+        draft_temperatures: tuple[float, ...] = (),
         **changes: Any,
     ) -> CachedRun:
-        key = repr((num_drafts, max_num_reqs, req_sizes, sorted(changes.items())))
+        sizes = (num_drafts, max_num_reqs, req_sizes, draft_temperatures)
+        key = repr((sizes, sorted(changes.items())))
         if key not in made:
             model = make_model(**{"hc_sinkhorn_iters": 2, **changes})
-            made[key] = build_run(model, num_drafts, max_num_reqs, req_sizes)
+            made[key] = build_run(model, *sizes)
         made[key].reset()
         return made[key]
 
     return make
+
+
+@dataclass
+class CompiledRun:
+    """A run whose regions inductor compiled, and the regions to call outside of a graph."""
+
+    run: CachedRun
+    regions: RegionTable
+
+
+@pytest.fixture(scope="session")
+def compiled_run(
+    make_model: Callable[..., DraftModel], tmp_path_factory: pytest.TempPathFactory
+) -> CompiledRun:
+    """The one inductor compilation of these tests: float32, four layers of every kind, a pool far
+    larger than any other tensor, up to three rows. The oracle has the same weights in float64.
+    """
+    changes = {
+        "num_hidden_layers": 4,
+        "compress_ratios": [0, 2, 1, 1, 0],
+        "kv_source_layer_ids": [1, 2],
+        "index_source_layer_ids": [1, 2, 3],
+        "candidate_source_layer_id": 2,
+        "engram_layer_ids": [1],
+        "engram_num_embeddings": [184],
+        "num_nextn_predict_layers": 1,
+        "dspark_target_layer_ids": [2, 3],
+    }
+    model = make_model(dtype=torch.float32, **changes)
+    tables = []
+
+    def keep(*args: Any) -> RegionTable:
+        tables.append(plain(*args))
+        return tables[0]
+
+    plain = build.make_regions
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "make_regions", keep)
+        cache_dir = tmp_path_factory.mktemp("inductor")
+        run = build_run(model, 5, 3, (1, 3), (), "inductor", cache_dir, spare_blocks=8192)
+    run.oracle = make_model(dtype=torch.float64, **changes)
+    run.oracle.load_state_dict(model.state_dict())
+    return CompiledRun(run, tables[0])
 
 
 @pytest.fixture(scope="session")

@@ -36,17 +36,20 @@ def greedy_of(make_model, make_run):
 
 @pytest.fixture(scope="module")
 def greedy_texts(greedy_of, make_prompt):
-    """Eight short and eight longer prompts with 40 greedy tokens each."""
+    """Eight short and eight longer prompts with 26 greedy tokens each."""
     made = {}
     for name, lengths in (("short", SHORT), ("longer", LONGER)):
         assert {length % 8 for length in lengths} == set(range(8))
         prompts = [make_prompt(length, length) for length in lengths]
-        made[name] = list(zip(prompts, greedy_of(prompts, 40), strict=True))
+        made[name] = list(zip(prompts, greedy_of(prompts, 26), strict=True))
     return made
 
 
+KINDS = ("own", "right", "wrong", "random", "up to")
+
+
 def forced_drafts(kind, right, num_drafts, draw):
-    """Drafts of one row: `right` is what greedy emits next."""
+    """Drafts of one row, None for the drafter's own; `right` is what greedy emits next."""
     if kind == "own":
         return None
     if kind == "right":
@@ -60,7 +63,7 @@ def forced_drafts(kind, right, num_drafts, draw):
     return [(token + 7) % VOCAB if i == place else token for i, token in enumerate(right)]
 
 
-def run_forced(run, texts, kind, draw, *, rows_of, total_of, num_tokens):
+def run_forced(run, texts, kinds, draw, *, rows_of, total_of, num_tokens):
     """Decode until every row has `num_tokens` more; drafts are replaced before each step."""
     num_drafts = run.runner.num_draft_tokens
     for slot, (prompt, _) in zip(SLOTS, texts, strict=True):
@@ -74,7 +77,7 @@ def run_forced(run, texts, kind, draw, *, rows_of, total_of, num_tokens):
         for slot in slots:
             done = len(run.emitted(slot))
             right = texts[slot - 1][1][done : done + num_drafts]
-            drafts = forced_drafts(kind, right, num_drafts, draw)
+            drafts = forced_drafts(draw.choice(kinds), right, num_drafts, draw)
             if drafts is not None:
                 run.force_drafts(slot, drafts)
         run.decode(slots, total_of(slots))
@@ -88,53 +91,44 @@ def check_texts(run, texts):
     assert run.worst_difference() < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["own", "right", "wrong", "random", "up_to"])
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5])
-def test_every_count_and_kind(make_run, greedy_texts, num_drafts, kind):
+@pytest.mark.parametrize(
+    "num_drafts, kinds",
+    [(1, KINDS), (2, KINDS), (3, KINDS), (4, KINDS), (5, KINDS), (5, ["right"]), (5, ["wrong"])],
+)
+def test_every_count_and_kind(make_run, greedy_texts, num_drafts, kinds):
     """Eight rows, everything verified: tokens equal those of a deployment without drafts."""
     run = make_run(num_drafts=num_drafts, req_sizes=(8,))
-    draw = random.Random(num_drafts)
     texts = greedy_texts["short"]
-    num_tokens = 14 if kind in ("own", "wrong", "random") else 28
     run_forced(
-        run, texts, kind, draw, rows_of=lambda waiting: waiting,
-        total_of=lambda slots: len(slots) * (num_drafts + 1), num_tokens=num_tokens,
+        run, texts, kinds, random.Random(num_drafts), rows_of=lambda waiting: waiting,
+        total_of=lambda slots: len(slots) * (num_drafts + 1), num_tokens=20,
     )
     check_texts(run, texts)
     assert run.verified > 0
-    if kind == "right":
+    if kinds == ["right"]:
         assert run.accepted == run.verified
-    elif kind == "wrong":
+    elif kinds == ["wrong"]:
         assert run.accepted == 0
     else:
-        assert run.accepted < run.verified
+        assert 0 < run.accepted < run.verified
 
 
 @pytest.mark.parametrize("max_rows", [1, 3])
 @pytest.mark.parametrize("name", ["short", "longer"])
 def test_mixed_batches_and_random_totals(make_run, greedy_texts, name, max_rows):
-    """Batches of 1 and of up to 3 rows in any order, any total; drafts right up to any place."""
+    """Batches of 1 and of up to 3 rows in any order, any total, drafts of any kind."""
     run = make_run()
     draw = random.Random(max_rows)
     texts = greedy_texts[name]
     if max_rows == 1:
         texts = [(prompt, text if i % 4 == 1 else []) for i, (prompt, text) in enumerate(texts)]
     run_forced(
-        run, texts, "up_to", draw,
+        run, texts, KINDS, draw,
         rows_of=lambda waiting: draw.sample(waiting, min(len(waiting), draw.randint(1, max_rows))),
-        total_of=lambda slots: draw.randint(len(slots), 6 * len(slots)), num_tokens=24,
+        total_of=lambda slots: draw.randint(len(slots), 6 * len(slots)), num_tokens=20,
     )
     check_texts(run, texts)
     assert 0 < run.accepted < run.verified
-
-
-def test_lengths_cross_every_boundary(greedy_texts):
-    """What the docstring of this file says about the texts, from the lengths themselves."""
-    for lengths in (SHORT, LONGER):
-        spans = [range(length, length + 28) for length in lengths]
-        # Window, pairs of ratio 2, top-k of 6 entries at both ratios, 8 candidate entries.
-        for boundary in (8, 2 * 6, 6, 8) if lengths is SHORT else (8, 16, 24, 32, 40):
-            assert any(boundary in span and boundary + 1 in span for span in spans)
 
 
 def test_the_length_limit_cuts_drafts(make_run, make_prompt):

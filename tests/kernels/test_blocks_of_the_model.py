@@ -12,7 +12,7 @@ from decodegrid.kernels.hyper_connection import (
     hc_pre,
     initial_pre,
     sinkhorn,
-    sinkhorn_unrolled,
+    sinkhorn_op,
 )
 from decodegrid.kernels.moe import grouped_product, route, routed_experts
 from decodegrid.kernels.norm_rope import apply_rope, rms_norm, rope_angles, rope_frequencies
@@ -54,7 +54,7 @@ def test_sinkhorn_steps(iters: int) -> None:
             columns = [sum(row[k] for row in cells) + 1e-3 for k in range(4)]
             cells = [[row[k] / columns[k] for k in range(4)] for row in cells]
         assert result == [pytest.approx(row, abs=1e-13) for row in cells]
-    unrolled = sinkhorn_unrolled(logits, iters, 1e-3)
+    unrolled = sinkhorn_op(logits, iters, 1e-3)
     torch.testing.assert_close(unrolled, found, rtol=1e-13, atol=1e-13)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,7 +116,9 @@ def test_short_run(make_model: MakeModel, tmp_path: Path) -> None:
     assert rest == [row["loss"] for row in figures[12:]]
 
 
-def test_run_logs_and_exports(make_raw: Callable[..., dict], make_model: MakeModel, tmp_path: Path) -> None:
+def test_run_logs_and_exports(
+    make_raw: Callable[..., dict[str, Any]], make_model: MakeModel, tmp_path: Path
+) -> None:
     stream = np.concatenate([np.r_[0, np.arange(30) % 17 + 3 + s] for s in range(40)])
     rows = Rows(stream.astype(np.uint16), 32, 0, 1)
     trainer = DrafterTrainer(

@@ -35,9 +35,7 @@ def test_equals_the_models_forward(make_model: MakeModel, dense: bool, trace: bo
     changes = {"index_topk": 64, "candidate_topk_blocks": 64} if dense else {}
     model = make_model(3, **changes).requires_grad_(True)
     ids = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
-    loss, output, grads = losses_and_gradients(
-        model, lambda x: model(x, trace_indexer=trace), ids
-    )
+    loss, output, grads = losses_and_gradients(model, lambda x: model(x, trace_indexer=trace), ids)
     fast = FastForward(model)
     loss2, output2, grads2 = losses_and_gradients(
         model, lambda x: fast(x, dense=dense, trace_indexer=trace), ids

@@ -13,7 +13,13 @@ from training.batches import IGNORED, Rows
 from training.optimizer import orthogonalise
 from training.train_target import Plan, TargetTrainer, index_loss, rate_factor, run
 
-PLAN = Plan(batch=2, length=32, warmup_steps=2, dense_until=0.7, index_every=2, save_seconds=1e9)
+PLAN = Plan(
+    phases=((0.0, 2, 32), (0.5, 1, 64)),
+    warmup_steps=2,
+    dense_until=0.7,
+    index_every=2,
+    save_seconds=1e9,
+)
 STEPS = 20
 
 
@@ -21,8 +27,8 @@ def make_trainer(make_raw: Callable[..., dict[str, Any]]) -> TargetTrainer:
     """A trainer on a stream with a rule: each document counts upwards."""
     pieces = [np.r_[0, np.arange(20) % 17 + 3 + shift] for shift in range(60)]
     stream = np.concatenate(pieces).astype(np.uint16)
-    rows = {name: Rows(stream, PLAN.length, 0, 1) for name in ("train", "heldout_counts")}
-    return TargetTrainer(make_raw(), [i % 64 for i in range(96)], rows, PLAN, None)
+    streams = {name: stream for name in ("train", "heldout_counts")}
+    return TargetTrainer(make_raw(), [i % 64 for i in range(96)], streams, PLAN, None)
 
 
 def test_loss_falls_and_resume_is_exact(
@@ -39,7 +45,7 @@ def test_loss_falls_and_resume_is_exact(
     second.load(tmp_path / "state.pt")
     rest = [second.train_step(step / STEPS)["loss"] for step in range(15, STEPS)]
     assert rest == losses[15:]
-    assert second.progress.tokens == STEPS * PLAN.batch * PLAN.length
+    assert second.progress.tokens == STEPS * 64
 
 
 def test_run_logs_saves_and_exports(

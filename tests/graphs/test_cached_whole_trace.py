@@ -1,0 +1,100 @@
+"""decode_step and prefill_step are one function each: traced whole, without a graph break."""
+
+import pytest
+import torch
+
+from decodegrid.graphs.decode_step import decode_step
+from decodegrid.graphs.prefill_step import prefill_step
+from decodegrid.graphs.regions import build_regions, plain_regions
+
+# Window, ratio 2, ratio 1 with candidates, reindex; one drafter layer: every kind of region.
+FOUR_LAYERS = {
+    "num_hidden_layers": 4,
+    "compress_ratios": [0, 2, 1, 1, 0],
+    "kv_source_layer_ids": [1, 2],
+    "index_source_layer_ids": [1, 2, 3],
+    "candidate_source_layer_id": 2,
+    "engram_layer_ids": [1],
+    "engram_num_embeddings": [184],
+    "num_nextn_predict_layers": 1,
+    "dspark_target_layer_ids": [2, 3],
+    "hc_mult": 2,
+}
+
+
+@pytest.fixture
+def run(make_run):
+    """A run of the four-layer model."""
+    return make_run(max_num_reqs=3, req_sizes=(3,), **FOUR_LAYERS)
+
+
+def written(run):
+    """Slot state, rings, pools and the outputs that the host reads."""
+    rows = run.runner.buffers.rows
+    outputs = {"token_ids": rows.token_ids.clone(), "num_emitted": rows.num_emitted.clone()}
+    return {**{name: t.clone() for name, t in run.runner.model.state.tensors()}, **outputs}
+
+
+@pytest.fixture
+def traced():
+    """traced(step) -> (compiled step, list that gets one graph per traced frame)."""
+    torch.compiler.reset()
+
+    def make(step):
+        graphs = []
+
+        def backend(module, inputs):
+            graphs.append(module)
+            return module.forward
+
+        return torch.compile(step, backend=backend, fullgraph=True), graphs
+
+    yield make
+    torch.compiler.reset()
+
+
+def test_decode_step_is_one_graph(run, make_prompt, traced):
+    for slot, length in ((1, 11), (2, 4), (3, 18)):
+        run.begin(slot, make_prompt(length, length))
+    run.decode([1, 2, 3], 3)
+    before = run.snapshot()
+    model, buffers = run.runner.model, run.runner.buffers
+    specs = build_regions(model.config, model.state.capacity, as_ops=True)
+    regions, divisors = plain_regions(specs), torch.ones(5, dtype=torch.float64)
+
+    def step():
+        decode_step(regions, model, buffers, divisors, 3, 18)
+
+    compiled, graphs = traced(step)
+    buffers.rows.slots[:3] = torch.tensor([1, 2, 3])
+    buffers.total[0] = 14
+    with torch.no_grad():
+        step()
+        want = written(run)
+        run.restore(before)
+        compiled()
+    assert len(graphs) == 1
+    assert len([n for n in graphs[0].graph.nodes if n.op == "call_function"]) > 500
+    assert want["num_emitted"][:3].min() >= 1
+    assert not torch.equal(want["slots.seq_len"], before.tensors["slots.seq_len"])
+    for name, tensor in written(run).items():
+        assert torch.equal(tensor, want[name]), name
+
+
+def test_prefill_step_is_one_graph(run, make_prompt, traced):
+    run.begin(1, make_prompt(30, 2), (16, 13))
+    want = run.readable(1)
+    model, buffers = run.runner.model, run.runner.buffers
+    regions = plain_regions(build_regions(model.config, model.state.capacity, as_ops=False))
+    compiled, graphs = traced(lambda: prefill_step(regions, model, buffers, 16))
+    for name, tensor in model.state.tensors():
+        if not name.startswith("slots."):
+            tensor.zero_()
+    with torch.no_grad():
+        for start, count in ((0, 16), (16, 13)):
+            before = run.history(run.texts[1], start)
+            buffers.prefill.facts.copy_(torch.tensor([1, start, count, *before]))
+            buffers.prefill.token_ids[:count] = torch.tensor(run.texts[1][start : start + count])
+            compiled()
+    assert len(graphs) == 1
+    run.assert_equal(run.readable(1), want)
