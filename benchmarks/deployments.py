@@ -1,25 +1,19 @@
 """The deployments that the benchmark compares, each started once.
 
 Owns which settings differ between them and the phase table of a start. Data flow: configuration ->
-runner and clock -> LLM. The parts are those that `decodegrid.engine.build` starts a deployment
-from; they are put together here because the phase clock is wanted afterwards.
+runner and clock -> LLM.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from decodegrid.capture.grid import GraphKey, build_grid
-from decodegrid.capture.lowering import CompileOptions
 from decodegrid.capture.phases import PhaseClock
 from decodegrid.configs.load import LoadedConfig, load_config
-from decodegrid.engine.build import DTYPES, RunnerOptions, make_runner
+from decodegrid.engine.build import build_runner
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.runner import Runner
 from decodegrid.engine.tokenizer import Tokenizer
-from decodegrid.graphs.checkpoint import load_model
-from decodegrid.graphs.state import Capacity
 
 STEP_KEYS = (GraphKey(1, 1), GraphKey(1, 6), GraphKey(8, 8), GraphKey(8, 48))
 """Pairs whose captured step is compared with the eager one."""
@@ -82,36 +76,7 @@ def load_deployment(path: Path | None, overrides: tuple[str, ...]) -> LoadedConf
 
 def start(loaded: LoadedConfig) -> Deployment:
     """Load, compile and capture; sets torch's number of threads."""
-    config = loaded.config
-    dtype = DTYPES[config.model.dtype]
     cache = loaded.cache_dir
     had_cache = cache.is_dir() and any(cache.iterdir())
-    torch.set_num_threads(config.model.num_threads)
     clock = PhaseClock()
-    with clock.phase("load"):
-        model = load_model(loaded.checkpoint_dir, config.model.device, dtype)
-    drafts = config.speculation.num_draft_tokens
-    options = RunnerOptions(
-        capacity=Capacity(
-            config.scheduler.max_num_reqs + 1,
-            config.num_blocks,
-            config.cache.block_size,
-            config.scheduler.max_model_len,
-            drafts,
-        ),
-        grid=build_grid(
-            config.scheduler.max_num_reqs,
-            drafts,
-            config.grid.num_reqs,
-            config.grid.num_query_tokens_per_req,
-        ),
-        prefill_chunk_sizes=config.scheduler.prefill_chunk_sizes,
-        dtype=dtype,
-        device=config.model.device,
-        compile_options=CompileOptions(config.compile.backend, cache, config.model.num_threads),
-        draft_temperatures=(1.0,) * max(drafts, 1),
-        show_progress=config.compile.progress,
-    )
-    runner = make_runner(model, options, clock)
-    clock.stop()
-    return Deployment(loaded, runner, clock, had_cache)
+    return Deployment(loaded, build_runner(loaded, clock), clock, had_cache)

@@ -10,7 +10,6 @@ active each call leaves (callable, arguments) in its program.
 """
 
 import inspect
-import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -33,6 +32,7 @@ from decodegrid.capture.lowering import (
 )
 from decodegrid.capture.phases import PhaseClock, Progress
 from decodegrid.capture.program import ProgramRecorder, SpreadCall, find_overlap
+from decodegrid.configs.env import set_inductor_cache_dir
 
 
 class UnplannedCompilationError(RuntimeError):
@@ -109,7 +109,7 @@ class RegionCompiler:
         self._current_args: tuple[Any, ...] = ()
         if options.cache_dir is not None:
             options.cache_dir.mkdir(parents=True, exist_ok=True)
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(options.cache_dir.resolve())
+            set_inductor_cache_dir(options.cache_dir.resolve())
 
     @property
     def num_compilations(self) -> int:

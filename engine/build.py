@@ -15,7 +15,7 @@ from decodegrid.capture.compile import RegionCompiler
 from decodegrid.capture.counters import CaptureCounters
 from decodegrid.capture.cpu import CpuBackend
 from decodegrid.capture.cuda import CudaBackend
-from decodegrid.capture.grid import Grid, GraphKey, build_grid
+from decodegrid.capture.grid import GraphKey, Grid, build_grid
 from decodegrid.capture.lowering import Backend, CompileOptions
 from decodegrid.capture.phases import PhaseClock, Progress
 from decodegrid.configs.load import LoadedConfig
@@ -61,7 +61,8 @@ def check_model(config: ModelConfig, capacity: Capacity) -> None:
     """Refuse deployments that this model cannot serve, naming both sides."""
     if config.engram_layer_ids and config.engram_max_ngram_size > MAX_NGRAM:
         raise ValueError(
-            f"engram_max_ngram_size is {config.engram_max_ngram_size}; at most {MAX_NGRAM} is supported"
+            f"engram_max_ngram_size is {config.engram_max_ngram_size}; "
+            f"at most {MAX_NGRAM} is supported"
         )
     if capacity.num_draft_tokens > 0 and config.num_nextn_predict_layers == 0:
         raise ValueError(
@@ -161,17 +162,22 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
             progress.close()
     compiler.freeze()
     counters.declare_ready()
-    return Runner(step_model, buffers, options.grid, decode, prefill, counters)
+    clock.stop()
+    report = (
+        f"{clock.format()}\nready: {counters.num_compilations} compilations, "
+        f"{counters.num_captured} captured graphs"
+    )
+    return Runner(step_model, buffers, options.grid, decode, prefill, counters, report)
 
 
-def build_runner(loaded: LoadedConfig) -> Runner:
-    """A ready runner for a loaded deployment.
+def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runner:
+    """A ready runner for a loaded deployment; `clock` is stopped when it is ready.
 
     Raises ValueError (or a subclass) for a checkpoint or a setting that cannot be used.
     """
     config = loaded.config
     dtype = DTYPES[config.model.dtype]
-    clock = PhaseClock()
+    clock = PhaseClock() if clock is None else clock
     torch.set_num_threads(config.model.num_threads)
     with clock.phase("load"):
         model = load_model(loaded.checkpoint_dir, config.model.device, dtype)

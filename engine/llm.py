@@ -78,6 +78,7 @@ class LLM:
                 f"but the model's vocabulary has {runner.vocab_size}"
             )
         self.tokenizer = tokenizer
+        self.start_up_report = runner.start_up_report
         self.limits = EngineLimits.of(runner)
         self.stats = EngineStats(runner)
         self.scheduler = Scheduler(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decodegrid.capture.backend import CapturedGraph
 from decodegrid.capture.counters import CaptureCounters
-from decodegrid.capture.grid import Grid, GraphKey
+from decodegrid.capture.grid import GraphKey, Grid
 from decodegrid.engine.runner_protocol import SlotRequest, StepResult
 from decodegrid.graphs.state import MAX_STOP_TOKEN_IDS
 from decodegrid.graphs.step_buffers import MIN_ROWS, StepBuffers
@@ -69,6 +69,7 @@ class Runner:
         decode_graphs: dict[GraphKey, CapturedGraph],
         prefill_graphs: dict[int, CapturedGraph],
         counters: CaptureCounters,
+        start_up_report: str = "",
     ) -> None:
         capacity = model.state.capacity
         self.model, self.buffers, self.grid, self.counters = model, buffers, grid, counters
@@ -78,10 +79,12 @@ class Runner:
         self.max_model_len = capacity.max_model_len
         self.block_size, self.num_blocks = capacity.block_size, capacity.num_blocks
         self.vocab_size = model.config.vocab_size
+        self.start_up_report = start_up_report
         self.prefill_chunk_sizes = tuple(sorted(prefill_graphs))
         rows = buffers.rows
         self._slots, self._total = HostMirror(rows.slots), HostMirror(buffers.total)
-        self._token_ids, self._num_emitted = HostMirror(rows.token_ids), HostMirror(rows.num_emitted)
+        self._token_ids = HostMirror(rows.token_ids)
+        self._num_emitted = HostMirror(rows.num_emitted)
         self._query_lens = HostMirror(rows.query_lens)
         self._prompt, self._facts = (
             HostMirror(buffers.prefill.token_ids),

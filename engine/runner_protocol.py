@@ -81,8 +81,18 @@ class StepRunner(Protocol):
     num_blocks: int
     prefill_chunk_sizes: tuple[int, ...]
     vocab_size: int
-    num_compilations: int
-    num_captured: int
+    start_up_report: str
+    """The phases of start-up as a table, empty where nothing was measured."""
+
+    @property
+    def num_compilations(self) -> int:
+        """Compilations made so far; still after ready."""
+        ...
+
+    @property
+    def num_captured(self) -> int:
+        """Captured graphs; still after ready."""
+        ...
 
     def prefill(
         self,

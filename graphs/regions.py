@@ -24,7 +24,7 @@ from decodegrid.kernels.select_entries import select_entries_op
 def build_regions(
     config: ModelConfig, capacity: Capacity, *, as_ops: bool
 ) -> dict[str, RegionSpec]:
-    """Every region of this model and deployment by name; `as_ops` calls native ops where there are any."""
+    """Every region of this model and deployment by name; `as_ops` calls native ops if any."""
     specs: dict[str, RegionSpec] = {}
     specs.update(metadata_regions(config, capacity))
     specs.update(mix_regions(config, as_ops=as_ops))

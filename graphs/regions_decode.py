@@ -39,8 +39,9 @@ def output_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionS
 
     def accept(
         chosen: Tensor, slots: Tensor, query_lens: Tensor, query_starts: Tensor,
-        last_token: Tensor, seq_len: Tensor, history: Tensor, drafts: Tensor, num_drafts_out: Tensor,
-        stop_token_ids: Tensor, token_ids_out: Tensor, num_emitted_out: Tensor, stopped_out: Tensor,
+        last_token: Tensor, seq_len: Tensor, history: Tensor, drafts: Tensor,
+        num_drafts_out: Tensor, stop_token_ids: Tensor, token_ids_out: Tensor,
+        num_emitted_out: Tensor, stopped_out: Tensor,
     ) -> None:
         live = slots > 0
         column = torch.arange(num_drafts + 1)
@@ -128,7 +129,8 @@ def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSp
         zero = torch.zeros_like(slot)
         anchor = (seq_len[slot] - 1).where(is_live, zero).clamp(min=0)
         token = last_token[slot].clamp(0, config.vocab_size - 1)
-        input_ids.copy_(token.where(offset == 0, torch.full_like(token, noise)).where(is_live, zero))
+        token = token.where(offset == 0, torch.full_like(token, noise))
+        input_ids.copy_(token.where(is_live, zero))
         positions.copy_(anchor + offset)
         token_slot.copy_(slot)
         valid.copy_(is_live)

@@ -17,7 +17,13 @@ from torch import Tensor
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.kernels.engram import engram_gate, hash_rows
 from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre, sinkhorn, sinkhorn_op
-from decodegrid.kernels.moe import grouped_product, grouped_product_op, route, routed_experts, swiglu
+from decodegrid.kernels.moe import (
+    grouped_product,
+    grouped_product_op,
+    route,
+    routed_experts,
+    swiglu,
+)
 from decodegrid.kernels.norm_rope import apply_rope, island, rms_norm, rope_angles
 from decodegrid.kernels.sparse_attention import gathered_attention
 

@@ -26,7 +26,7 @@ TOKEN_OUTS = (
 def entry_store(
     positions: Tensor, valid: Tensor, table: Tensor, ratio: int, block_size: int
 ) -> Tensor:
-    """Pool row of the entry that each position completes, row 0 (null block) where it completes none.
+    """Pool row of the entry that each position completes; row 0, in the null block, for none.
 
     positions, valid: (T,); table: (T, max_blocks) block table rows.
     """

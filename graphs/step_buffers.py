@@ -5,6 +5,7 @@ the same storage, so that buffers cost as much as the largest pair. Nothing here
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -177,7 +178,7 @@ def _token_buffers(
 
 def slice_tokens(buffers: TokenBuffers, num_tokens: int) -> TokenBuffers:
     """Views of the leading `num_tokens` entries."""
-    parts = {}
+    parts: dict[str, Any] = {}
     for item in fields(buffers):
         value = getattr(buffers, item.name)
         if isinstance(value, tuple):

@@ -180,7 +180,8 @@ def _layer(block: Block) -> LayerWeights:
     index = None
     if attn.runs_indexer:
         indexer = attn.indexer
-        index = IndexWeights(indexer.wq_b.weight.data, indexer.weights_proj.weight.data * indexer.scale)
+        scaled = indexer.weights_proj.weight.data * indexer.scale
+        index = IndexWeights(indexer.wq_b.weight.data, scaled)
     engram = None
     if hasattr(block, "engram"):
         memory = block.engram
@@ -210,8 +211,8 @@ def pack_weights(model: DraftModel, *, with_drafter: bool) -> StepWeights:
     draft_layers: tuple[LayerWeights, ...] = ()
     draft_head = None
     if with_drafter:
-        first, last = model.mtp[0], model.mtp[-1]
-        draft_layers = tuple(_layer(block) for block in model.mtp)
+        first, last = model.draft_blocks[0], model.draft_blocks[-1]
+        draft_layers = tuple(_layer(block) for block in model.draft_blocks)
         draft_head = DraftHeadWeights(
             first.main_proj.weight.data,
             first.main_norm.weight.data,
@@ -225,7 +226,7 @@ def pack_weights(model: DraftModel, *, with_drafter: bool) -> StepWeights:
         model.norm.weight.data,
         model.head.weight.data,
         model.compressed_ids,
-        tuple(_layer(block) for block in model.layers),
+        tuple(_layer(block) for block in model.blocks),
         draft_layers,
         draft_head,
     )

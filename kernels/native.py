@@ -22,7 +22,11 @@ from decodegrid.kernels import hyper_connection, sampling
 SOURCES = tuple(
     Path(__file__).resolve().parent / "csrc" / name for name in ("noise.cpp", "sinkhorn.cpp")
 )
-BASE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno")
+# No contraction: the bits must not depend on the instruction set. The last two let loops vectorise.
+BASE_FLAGS = (
+    "-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-trapping-math",
+    "-fno-math-errno",
+)
 MAX_SIZE = 8
 """Largest matrix side that the native Sinkhorn takes, as in the source."""
 

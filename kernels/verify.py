@@ -31,7 +31,8 @@ def split_verify_lengths(rates: Tensor, limits: Tensor, live: Tensor, total: Ten
     value = torch.where(usable, rates, torch.full_like(rates, -1.0)).reshape(-1)
     flat = torch.arange(num_rows * num_drafts, device=rates.device)
     ahead = value.unsqueeze(0) > value.unsqueeze(1)
-    tied_ahead = (value.unsqueeze(0) == value.unsqueeze(1)) & (flat.unsqueeze(0) < flat.unsqueeze(1))
+    earlier = flat.unsqueeze(0) < flat.unsqueeze(1)
+    tied_ahead = (value.unsqueeze(0) == value.unsqueeze(1)) & earlier
     rank = (ahead | tied_ahead).sum(1)
     wins = ((rank < total - live.sum()) & (value >= 0)).reshape(num_rows, num_drafts)
     return torch.where(live, 1 + wins.sum(-1), torch.zeros_like(limits))

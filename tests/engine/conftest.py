@@ -99,6 +99,7 @@ class FakeRunner:
         self.vocab_size = VOCAB_SIZE
         self.num_compilations = 3
         self.num_captured = 5
+        self.start_up_report = "phase table of the fake"
         self.drafts = drafts
         self.model = model or ToyModel()
         self.slots: dict[int, Slot] = {}
