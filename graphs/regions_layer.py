@@ -17,13 +17,7 @@ from torch import Tensor
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.kernels.engram import engram_gate, hash_rows
 from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre, sinkhorn, sinkhorn_op
-from decodegrid.kernels.moe import (
-    grouped_product,
-    grouped_product_op,
-    route,
-    routed_experts,
-    swiglu,
-)
+from decodegrid.kernels.moe import route, routed_experts, routed_experts_op, swiglu
 from decodegrid.kernels.norm_rope import apply_rope, island, rms_norm, rope_angles
 from decodegrid.kernels.sparse_attention import gathered_attention
 
@@ -187,7 +181,8 @@ def attention_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionS
         joined = torch.bmm(groups, wo_a).transpose(0, 1).flatten(1)
         after = hc_post(F.linear(joined, wo_b), stream, post, comb)
         next_pre, next_post, next_comb = hc_mix(
-            after, fn, scale, base, norm_eps=eps, hc_eps=hc_eps, iters=iters, rounds=rounds
+            after, fn, scale, base, norm_eps=eps, hc_eps=hc_eps, iters=iters,
+            rounds=rounds,
         )
         x_out.copy_(rms_norm(hc_pre(after, pre), norm, eps))
         stream.copy_(after)
@@ -231,17 +226,19 @@ def moe_regions(config: ModelConfig, *, with_drafter: bool, as_ops: bool) -> dic
     """MoE sublayer with the stream update."""
     limit, scaling = config.swiglu_limit, config.routed_scaling_factor
     normalise = config.norm_topk_prob
-    product = grouped_product_op if as_ops else grouped_product
+    experts = routed_experts_op if as_ops else routed_experts
 
     def make(top_k: int) -> Region:
         def moe(
             x: Tensor, valid: Tensor, gate: Tensor, bias: Tensor, w13: Tensor, w2: Tensor,
             shared_w13: Tensor, shared_w2: Tensor, post: Tensor, comb: Tensor, stream: Tensor,
         ) -> None:
-            ids, weights = route(x, gate, bias, top_k, scaling=scaling, normalise=normalise)
+            ids, weights = route(
+                x, gate, bias, top_k, scaling=scaling, normalise=normalise
+            )
             # A pad visits no routed expert, so that it costs nothing and counts nowhere.
             ids = ids.where(valid.unsqueeze(-1), torch.full((), w13.shape[0], dtype=ids.dtype))
-            routed = routed_experts(x, ids, weights, w13, w2, limit, product)
+            routed = experts(x, ids, weights, w13, w2, limit)
             gated, up = F.linear(x, shared_w13).chunk(2, -1)
             shared = F.linear(swiglu(gated, up, limit).to(x.dtype), shared_w2)
             update = (routed + island(shared)).to(x.dtype)

@@ -6,8 +6,6 @@ expert id `num_experts` ("no expert") cost nothing and yield zero.
 Source: DeepSeek-V4.1-Flash `inference/model.py` (Gate, Expert, MoE).
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,11 +13,20 @@ from torch import Tensor
 from decodegrid.kernels.norm_rope import island
 
 LIBRARY = torch.library.Library("decodegrid", "FRAGMENT")
-LIBRARY.define("grouped_product(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
+LIBRARY.define(
+    "routed_experts(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit) "
+    "-> Tensor"
+)
 
 
 def route(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, *, scaling: float, normalise: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    *,
+    scaling: float,
+    normalise: bool,
 ) -> tuple[Tensor, Tensor]:
     """Pick `top_k` experts by sqrt(softplus(logit)) + bias; ties go to the lower expert.
 
@@ -61,17 +68,6 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch._grouped_mm(rows.contiguous(), weights, offs=ends)
 
 
-def _fake_grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weights.shape[2])
-
-
-LIBRARY.impl("grouped_product", grouped_product, "CPU")
-torch.library.register_fake("decodegrid::grouped_product", _fake_grouped_product, lib=LIBRARY)
-
-grouped_product_op = torch.ops.decodegrid.grouped_product.default
-"""The op form, for traced code: torch's own grouped product traces in bfloat16 only."""
-
-
 def routed_experts(
     x: Tensor,
     ids: Tensor,
@@ -79,7 +75,6 @@ def routed_experts(
     w13: Tensor,
     w2: Tensor,
     limit: float,
-    product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_product,
 ) -> Tensor:
     """Sum of the routed experts' outputs; the routing weight multiplies before `w2`.
 
@@ -92,10 +87,24 @@ def routed_experts(
     order = flat.sort(stable=True).indices
     experts = torch.arange(num_experts, device=ids.device)
     ends = (flat.unsqueeze(-1) <= experts).sum(0, dtype=torch.int32)
-    gate, up = product(x[order // top_k], w13, ends).chunk(2, -1)
+    gate, up = grouped_product(x[order // top_k], w13, ends).chunk(2, -1)
     hidden = swiglu(gate, up, limit) * weights.reshape(-1)[order].unsqueeze(-1)
-    rows = product(hidden.to(x.dtype), w2, ends)
+    rows = grouped_product(hidden.to(x.dtype), w2, ends)
     live = (flat[order] < num_experts).unsqueeze(-1)
     rows = island(rows).where(live, torch.zeros((), dtype=hidden.dtype, device=x.device))
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=x.device))
     return rows[back].unflatten(0, (-1, top_k)).sum(1)
+
+
+def _fake_routed_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+# Not the CPU key: that one is for the native kernel, which then wins.
+LIBRARY.impl("routed_experts", routed_experts, "CompositeExplicitAutograd")
+torch.library.register_fake("decodegrid::routed_experts", _fake_routed_experts, lib=LIBRARY)
+
+routed_experts_op = torch.ops.decodegrid.routed_experts.default
+"""The op form, for traced code: torch's own grouped product traces in bfloat16 only."""

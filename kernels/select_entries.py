@@ -105,7 +105,8 @@ def _fake(
     """Shapes only: everything is written in place."""
 
 
-LIBRARY.impl("select_entries", select_entries, "CPU")
+# Not the CPU key: that one is for the native kernel, which then wins.
+LIBRARY.impl("select_entries", select_entries, "CompositeExplicitAutograd")
 torch.library.register_fake("decodegrid::select_entries", _fake, lib=LIBRARY)
 
 

@@ -52,6 +52,8 @@ class Domain:
 class Report:
     """Everything the model card states as measured."""
 
+    row_tokens: int
+    """Length of the rows that were measured."""
     domains: dict[str, Domain]
     index_recall: dict[str, float]
     """Indexer layer -> share of compressed attention mass inside its selection, over queries
@@ -179,6 +181,7 @@ def measure(model: DraftModel, data: Path, length: int, num_rows: int) -> Report
         for layer in kept.sums:
             recall[layer] += kept.list_of(layer)
     return Report(
+        row_tokens=length,
         domains=domains,
         index_recall={layer: round(float(np.mean(parts)), 4) for layer, parts in recall.items()},
         expert_load=[round(float(load.max() / load.float().mean()), 2) for load in loads.values()],

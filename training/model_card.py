@@ -25,11 +25,12 @@ kinds of question; it knows nothing and should not be asked for facts.
 _ENDING = """
 ## Limits
 
-- English only, {vocab} tokens of vocabulary, trained on rows of up to 1,024 tokens; beyond that
-  positions are untested.
+- English only, {vocab} tokens of vocabulary, trained on rows of 512 tokens. The figures above are
+  for rows of {length} tokens; longer texts are untested.
+- It has not learned to copy reliably: names and numbers of a question often come back changed.
 - It was stopped by the clock, not by its loss: it is undertrained.
 - Stories wander, change names, and repeat themselves at temperature 0; use 0.6 to 0.7.
-- Arguments of tool calls and sums are often wrong.
+- Sums and the arguments of tool calls are often wrong.
 - The teacher's habits (stock names, "once upon a time") are its habits.
 
 ## Licence
@@ -56,7 +57,7 @@ def write_card(
         _architecture(model, drafter),
         _training(meta),
         _measured(report, model),
-        _ENDING.format(vocab=model.config.vocab_size),
+        _ENDING.format(vocab=model.config.vocab_size, length=report["row_tokens"]),
     ]
     path.write_text("".join(parts), encoding="utf-8")
 

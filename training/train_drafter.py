@@ -1,8 +1,10 @@
 """Trains the drafter of a finished target: `python -m training.train_drafter --minutes 15`.
 
 Owns the drafter's schedule, start values, log and saved states. The target, the embedding and the
-head stay as they are. Data flow: build/training/target.pt (or `--resume`: drafter.pt) -> random
-anchors in training rows -> losses -> update of `mtp.*`; weights to configs/tiny/.
+head stay as they are. Data flow: build/training/target.pt -> random anchors in training rows ->
+losses -> update of `mtp.*`; state to build/training/drafter.pt, weights to configs/tiny/. With
+`--resume` the drafter goes on, on whatever target.pt holds then: it may start before the target
+is finished.
 """
 
 import argparse
@@ -153,8 +155,9 @@ class DrafterTrainer:
         path.with_suffix(".tmp").replace(path)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `save`'s state."""
-        self.model.load_state_dict(state["model"])
+        """Continue from `save`'s state; the target keeps the values it has."""
+        drafter = {n: v for n, v in state["model"].items() if n.startswith("mtp.")}
+        self.model.load_state_dict({**self.model.state_dict(), **drafter})
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.seconds = state["progress"]
 
@@ -198,18 +201,16 @@ def main() -> int:
     parser.add_argument("--export", type=Path, default=ROOT / "configs" / "tiny")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    source = arguments.state if arguments.resume else arguments.target
-    state = torch.load(source, weights_only=True)
+    state = torch.load(arguments.target, weights_only=True)
     raw, plan = state["raw"], DraftPlan()
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     model = build_model(raw, compressed_token_classes(tokenizer), SEED)
     model.load_state_dict(state["model"])
     train = Rows(np.load(BUILD / "train.npy"), plan.length, raw["bos_token_id"], SEED)
-    if not arguments.resume:
-        start_from_target(model)
+    start_from_target(model)
     trainer = DrafterTrainer(model, train, plan, compile_piece)
     if arguments.resume:
-        trainer.load(state)
+        trainer.load(torch.load(arguments.state, weights_only=True))
     save = (arguments.state, arguments.export, raw)
     run(trainer, arguments.minutes, arguments.steps, LOGS, save)
     return 0

@@ -4,6 +4,10 @@
 // The hash is that of kernels/sampling.py on uint32. The logarithms are series of our own, so that
 // the bits do not depend on a maths library, the row order or the number of rows.
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
 #include <cstdint>
 #include <cstring>
 
@@ -60,26 +64,31 @@ inline float gumbel(uint32_t bits) {
   return -log_positive((bits >> 31) ? large : small);
 }
 
-}  // namespace
-
-extern "C" {
-
 // Rows with a temperature of 0 (or less) get zeros and cost nothing else.
-void decodegrid_gumbel_noise(
-    const int64_t* seeds, const int64_t* positions, const double* temperatures, float* out,
-    int64_t num_rows, int64_t vocab_size) {
-  for (int64_t row = 0; row < num_rows; ++row) {
-    float* target = out + row * vocab_size;
-    if (!(temperatures[row] > 0.0)) {
+at::Tensor gumbel_noise(
+    const at::Tensor& seed, const at::Tensor& position, const at::Tensor& temperature,
+    int64_t vocab_size) {
+  const at::Tensor seeds = seed.contiguous(), positions = position.contiguous();
+  const at::Tensor heat = temperature.to(at::kDouble).contiguous();
+  const int64_t rows = seeds.numel();
+  at::Tensor out = at::empty({rows, vocab_size}, seed.options().dtype(at::kFloat));
+  for (int64_t row = 0; row < rows; ++row) {
+    float* target = out.mutable_data_ptr<float>() + row * vocab_size;
+    if (!(heat.const_data_ptr<double>()[row] > 0.0)) {
       std::memset(target, 0, static_cast<size_t>(vocab_size) * sizeof(float));
       continue;
     }
-    const uint64_t seed = static_cast<uint64_t>(seeds[row]);
-    uint32_t key = mix(mix(static_cast<uint32_t>(seed)) ^ static_cast<uint32_t>(seed >> 32));
-    key = mix(key ^ static_cast<uint32_t>(static_cast<uint64_t>(positions[row]) * POSITION_STRIDE));
+    const uint64_t bits = static_cast<uint64_t>(seeds.const_data_ptr<int64_t>()[row]);
+    const uint64_t place = static_cast<uint64_t>(positions.const_data_ptr<int64_t>()[row]);
+    uint32_t key = mix(mix(static_cast<uint32_t>(bits)) ^ static_cast<uint32_t>(bits >> 32));
+    key = mix(key ^ static_cast<uint32_t>(place * POSITION_STRIDE));
     const uint32_t count = static_cast<uint32_t>(vocab_size);
     for (uint32_t token = 0; token < count; ++token)
       target[token] = gumbel(mix(mix(key ^ (token * ID_STRIDE)) ^ token));
   }
+  return out;
 }
-}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(decodegrid, CPU, library) { library.impl("gumbel_noise", gumbel_noise); }

@@ -4,6 +4,10 @@
 // eps, a column step, then (iters - 1) times a row step and a column step, every divisor plus eps.
 // LANES matrices are worked on side by side, so that the compiler vectorises across them.
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
 #include <cmath>
 #include <cstdint>
 
@@ -92,26 +96,29 @@ void sinkhorn(const T* logits, T* out, int64_t count, int size_in, int iters, T 
 }
 
 template <typename T>
-int run(const T* logits, T* out, int64_t count, int size, int iters, double eps) {
-  if (size < 1 || size > MAX_SIZE || iters < 1) return 1;
+void run(const at::Tensor& logits, const at::Tensor& out, int size, int iters, double eps) {
+  const T* source = logits.const_data_ptr<T>();
+  T* target = out.mutable_data_ptr<T>();
+  const int64_t count = logits.numel() / (size * size);
   if (size == 4)
-    sinkhorn<T, 4>(logits, out, count, size, iters, static_cast<T>(eps));
+    sinkhorn<T, 4>(source, target, count, size, iters, static_cast<T>(eps));
   else
-    sinkhorn<T, 0>(logits, out, count, size, iters, static_cast<T>(eps));
-  return 0;
+    sinkhorn<T, 0>(source, target, count, size, iters, static_cast<T>(eps));
+}
+
+at::Tensor normalise(const at::Tensor& logits, int64_t iters, double eps) {
+  const int64_t size = logits.size(-1);
+  TORCH_CHECK(size >= 1 && size <= MAX_SIZE, "sinkhorn: matrix side ", size, ", allowed 1..8");
+  TORCH_CHECK(iters >= 1, "sinkhorn: ", iters, " rounds, at least 1 is needed");
+  const at::Tensor dense = logits.contiguous();
+  at::Tensor out = at::empty_like(dense);
+  if (dense.scalar_type() == at::kDouble)
+    run<double>(dense, out, static_cast<int>(size), static_cast<int>(iters), eps);
+  else
+    run<float>(dense, out, static_cast<int>(size), static_cast<int>(iters), eps);
+  return out;
 }
 
 }  // namespace
 
-extern "C" {
-
-int decodegrid_sinkhorn_f32(
-    const float* logits, float* out, int64_t count, int size, int iters, double eps) {
-  return run<float>(logits, out, count, size, iters, eps);
-}
-
-int decodegrid_sinkhorn_f64(
-    const double* logits, double* out, int64_t count, int size, int iters, double eps) {
-  return run<double>(logits, out, count, size, iters, eps);
-}
-}
+TORCH_LIBRARY_IMPL(decodegrid, CPU, library) { library.impl("sinkhorn", normalise); }

@@ -13,8 +13,8 @@ SLOTS = (1, 2, 3)
 @pytest.fixture
 def run(compiled_run):
     """The shared compiled run, reset."""
-    compiled_run.run.reset()
-    return compiled_run.run
+    compiled_run.reset()
+    return compiled_run
 
 
 def begin_rows(run, make_prompt, lengths, temperature=0.0):
@@ -51,7 +51,7 @@ def state_bits(run):
 
 
 @pytest.mark.parametrize("pair", [(1, 1), (1, 6), (3, 3), (3, 18)])
-def test_replay_equals_direct_calls_and_itself(compiled_run, run, make_prompt, pair):
+def test_replay_equals_direct_calls_and_itself(run, make_prompt, pair):
     """The captured list gives the bits of the same regions called one by one, every time."""
     begin_rows(run, make_prompt, (5, 20, 33), temperature=0.7)
     run.decode(SLOTS, 3)
@@ -68,7 +68,7 @@ def test_replay_equals_direct_calls_and_itself(compiled_run, run, make_prompt, p
     buffers.rows.slots[: pair[0]] = torch.tensor(slots)
     buffers.total[0] = pair[1]
     with torch.no_grad():
-        decode_step(compiled_run.regions, run.runner.model, buffers, torch.ones(5), *pair)
+        decode_step(run.regions, run.runner.model, buffers, torch.ones(5), *pair)
     for name, tensor in state_bits(run).items():
         assert torch.equal(tensor, want[name]), name
     assert not torch.equal(want["slots.seq_len"], snapshot.tensors["slots.seq_len"])
@@ -119,9 +119,7 @@ def test_no_buffer_of_pool_size(run, make_prompt, monkeypatch):
         return allocate
 
     for names in modules.values():
-        monkeypatch.setitem(
-            names, "empty_strided_cpu", recording(names["empty_strided_cpu"])
-        )
+        monkeypatch.setitem(names, "empty_strided_cpu", recording(names["empty_strided_cpu"]))
     begin_rows(run, make_prompt, (5, 20, 33))
     run.decode(SLOTS, 3)
     run.decode(SLOTS, 18)

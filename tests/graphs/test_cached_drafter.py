@@ -29,8 +29,10 @@ def uncached_round(model, text, num_drafts, temperature, seed):
         raw = model.confidence_logit(hidden[step : step + 1], embedded)
         rates.append(torch.sigmoid(raw))
         previous = choose_tokens(
-            base[step : step + 1] + bias, torch.tensor([temperature], dtype=torch.float64),
-            torch.tensor([seed]), torch.tensor([len(text) + step]),
+            base[step : step + 1] + bias,
+            torch.tensor([temperature], dtype=torch.float64),
+            torch.tensor([seed]),
+            torch.tensor([len(text) + step]),
         )
         tokens.append(int(previous))
     return tokens, torch.cat(rates)

@@ -69,8 +69,11 @@ def run_forced(run, texts, kinds, draw, *, rows_of, total_of, num_tokens):
     for slot, (prompt, _) in zip(SLOTS, texts, strict=True):
         run.begin(slot, prompt)
     while True:
-        waiting = [s for s, (_, t) in zip(SLOTS, texts, strict=True)
-                   if len(run.emitted(s)) < num_tokens and len(t) >= num_tokens + num_drafts]
+        waiting = [
+            s
+            for s, (_, t) in zip(SLOTS, texts, strict=True)
+            if len(run.emitted(s)) < num_tokens and len(t) >= num_tokens + num_drafts
+        ]
         if not waiting:
             return
         slots = rows_of(waiting)
@@ -100,8 +103,13 @@ def test_every_count_and_kind(make_run, greedy_texts, num_drafts, kinds):
     run = make_run(num_drafts=num_drafts, req_sizes=(8,))
     texts = greedy_texts["short"]
     run_forced(
-        run, texts, kinds, random.Random(num_drafts), rows_of=lambda waiting: waiting,
-        total_of=lambda slots: len(slots) * (num_drafts + 1), num_tokens=20,
+        run,
+        texts,
+        kinds,
+        random.Random(num_drafts),
+        rows_of=lambda waiting: waiting,
+        total_of=lambda slots: len(slots) * (num_drafts + 1),
+        num_tokens=20,
     )
     check_texts(run, texts)
     assert run.verified > 0
@@ -123,9 +131,13 @@ def test_mixed_batches_and_random_totals(make_run, greedy_texts, name, max_rows)
     if max_rows == 1:
         texts = [(prompt, text if i % 4 == 1 else []) for i, (prompt, text) in enumerate(texts)]
     run_forced(
-        run, texts, KINDS, draw,
+        run,
+        texts,
+        KINDS,
+        draw,
         rows_of=lambda waiting: draw.sample(waiting, min(len(waiting), draw.randint(1, max_rows))),
-        total_of=lambda slots: draw.randint(len(slots), 6 * len(slots)), num_tokens=20,
+        total_of=lambda slots: draw.randint(len(slots), 6 * len(slots)),
+        num_tokens=20,
     )
     check_texts(run, texts)
     assert 0 < run.accepted < run.verified

@@ -79,18 +79,23 @@ def decode_on(run, texts, count, seed):
             place = draw.randint(0, 5)
             run.force_drafts(
                 slot,
-                [(t + 1) % VOCAB if i >= place else t
-                 for i, t in enumerate(texts[slot][done : done + 5])],
+                [
+                    (t + 1) % VOCAB if i >= place else t
+                    for i, t in enumerate(texts[slot][done : done + 5])
+                ],
             )
         run.decode(slots, 6 * len(slots))
 
 
 def agrees(run, texts):
     """Tokens and logits of every row are those of the uncached forward."""
-    return all(
-        run.emitted(slot)[: len(texts[slot])] == texts[slot][: len(run.emitted(slot))]
-        for slot in SLOTS
-    ) and run.worst_difference() < 1e-9
+    return (
+        all(
+            run.emitted(slot)[: len(texts[slot])] == texts[slot][: len(run.emitted(slot))]
+            for slot in SLOTS
+        )
+        and run.worst_difference() < 1e-9
+    )
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +137,8 @@ def test_ring_lengths_are_what_is_needed(
     # The noise id keeps this runner apart from those with sound rings; the target is the same.
     run = make_run(req_sizes=(8,), dspark_noise_token_id=90 + window_ahead - compressor_slots)
     assert (run.runner.model.state.ring_len, run.runner.model.state.compressor_len) == (
-        WINDOW + window_ahead, compressor_slots,
+        WINDOW + window_ahead,
+        compressor_slots,
     )
     begin_rows(run, make_prompt)
     decode_on(run, long_texts, 30, 5)

@@ -7,26 +7,6 @@ from decodegrid.graphs.decode_step import decode_step
 from decodegrid.graphs.prefill_step import prefill_step
 from decodegrid.graphs.regions import build_regions, plain_regions
 
-# Window, ratio 2, ratio 1 with candidates, reindex; one drafter layer: every kind of region.
-FOUR_LAYERS = {
-    "num_hidden_layers": 4,
-    "compress_ratios": [0, 2, 1, 1, 0],
-    "kv_source_layer_ids": [1, 2],
-    "index_source_layer_ids": [1, 2, 3],
-    "candidate_source_layer_id": 2,
-    "engram_layer_ids": [1],
-    "engram_num_embeddings": [184],
-    "num_nextn_predict_layers": 1,
-    "dspark_target_layer_ids": [2, 3],
-    "hc_mult": 2,
-}
-
-
-@pytest.fixture
-def run(make_run):
-    """A run of the four-layer model."""
-    return make_run(max_num_reqs=3, req_sizes=(3,), **FOUR_LAYERS)
-
 
 def written(run):
     """Slot state, rings, pools and the outputs that the host reads."""
@@ -53,7 +33,8 @@ def traced():
     torch.compiler.reset()
 
 
-def test_decode_step_is_one_graph(run, make_prompt, traced):
+def test_decode_step_is_one_graph(four_layer_run, make_prompt, traced):
+    run = four_layer_run
     for slot, length in ((1, 11), (2, 4), (3, 18)):
         run.begin(slot, make_prompt(length, length))
     run.decode([1, 2, 3], 3)
@@ -81,7 +62,8 @@ def test_decode_step_is_one_graph(run, make_prompt, traced):
         assert torch.equal(tensor, want[name]), name
 
 
-def test_prefill_step_is_one_graph(run, make_prompt, traced):
+def test_prefill_step_is_one_graph(four_layer_run, make_prompt, traced):
+    run = four_layer_run
     run.begin(1, make_prompt(30, 2), (16, 13))
     want = run.readable(1)
     model, buffers = run.runner.model, run.runner.buffers

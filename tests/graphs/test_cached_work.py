@@ -6,9 +6,8 @@ Counted, not timed: rows that reach an expert, and entries whose keys are gather
 import pytest
 import torch
 
-from decodegrid.graphs import regions_layer
+from decodegrid.kernels import moe
 from decodegrid.kernels import select_entries as selection
-from decodegrid.kernels.moe import grouped_product
 
 ROWS = 3
 
@@ -16,25 +15,22 @@ ROWS = 3
 @pytest.fixture
 def expert_rows(monkeypatch):
     """(rows that belong to an expert, rows handed over) of every grouped product."""
-    seen = []
+    seen, grouped_product = [], moe.grouped_product
 
     def counting(rows, weights, ends):
         seen.append((int(ends[-1]), rows.shape[0]))
         return grouped_product(rows, weights, ends)
 
-    monkeypatch.setattr(regions_layer, "grouped_product", counting)
+    monkeypatch.setattr(moe, "grouped_product", counting)
     return seen
 
 
-def test_expert_work_does_not_depend_on_the_number_of_experts(
-    make_run, make_prompt, expert_rows
-):
+def test_expert_work_does_not_depend_on_the_number_of_experts(make_run, make_prompt, expert_rows):
     """Live tokens x experts per token, at 8 and at 64 experts; pads and surplus tokens add none."""
     counts = {}
     for experts in (8, 64):
-        run = make_run(
-            max_num_reqs=4, req_sizes=(4,), n_routed_experts=experts, dspark_n_routed_experts=experts
-        )
+        counts_of_experts = {"n_routed_experts": experts, "dspark_n_routed_experts": experts}
+        run = make_run(max_num_reqs=4, req_sizes=(4,), **counts_of_experts)
         for slot in range(1, ROWS + 1):
             run.begin(slot, make_prompt(5 + slot, slot))
         run.decode([1, 2, 3], ROWS)
@@ -87,14 +83,24 @@ def indexer_args(lengths, num_blocks, ratio=2, block_size=8):
     pool = torch.zeros(rows, 8)
     pool[: keys.shape[0]] = keys
     return [
-        torch.randn(count, 4, 8, generator=generator), torch.randn(count, 4, generator=generator),
-        pool, table, torch.arange(1, slots), torch.tensor(lengths), ratio, block_size,
-        0, 2, 2, torch.zeros(count, 512, dtype=torch.bool), torch.zeros(count, 6, dtype=torch.int64),
+        torch.randn(count, 4, 8, generator=generator),
+        torch.randn(count, 4, generator=generator),
+        pool,
+        table,
+        torch.arange(1, slots),
+        torch.tensor(lengths),
+        ratio,
+        block_size,
+        0,
+        2,
+        2,
+        torch.zeros(count, 512, dtype=torch.bool),
+        torch.zeros(count, 6, dtype=torch.int64),
     ]
 
 
 def test_index_work_follows_each_requests_own_length(scored_entries):
-    """Context 64 and 1000 at ratio 2: 32 and 500 entries, a pad none; the pool times 16 the same."""
+    """Context 64 and 1000 at ratio 2: 32 and 500 entries, a pad none; pool x16 the same."""
     results = []
     for num_blocks in (512, 16 * 512):
         args = indexer_args([32, 500, 0, 7], num_blocks)

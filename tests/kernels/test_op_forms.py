@@ -11,7 +11,7 @@ import torch
 
 from decodegrid.kernels.hyper_connection import sinkhorn_op
 from decodegrid.kernels.indexer import candidate_mask
-from decodegrid.kernels.moe import grouped_product, grouped_product_op
+from decodegrid.kernels.moe import grouped_product, routed_experts, routed_experts_op
 from decodegrid.kernels.select_entries import CandidateMode, entry_rows, select_entries_op
 
 HEADS, DIM, SLOTS, BLOCKS, BLOCK_SIZE, TOP_K = 4, 8, 4, 5, 8, 6
@@ -37,14 +37,62 @@ def product_inputs(num_rows, dtype, experts=3):
     return rows, weights, cuts.to(torch.int32)
 
 
+def expert_inputs(num_tokens, dtype, experts=3, top_k=2):
+    """x, ids (one of them "no expert"), routing weights, w13, w2 and the limit."""
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def floats(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    ids = torch.stack([torch.randperm(experts + 1, generator=generator) for _ in range(num_tokens)])
+    return (
+        floats(num_tokens, 8),
+        ids[:, :top_k].contiguous(),
+        floats(num_tokens, top_k).abs(),
+        floats(experts, 8, 32),
+        floats(experts, 16, 8),
+        1.5,
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 48])
+@pytest.mark.parametrize("num_tokens", [1, 2, 48])
 @pytest.mark.parametrize("dense", [True, False])
-def test_opcheck_grouped_product(num_rows, dtype, dense):
-    rows, weights, ends = product_inputs(num_rows, dtype)
+def test_opcheck_routed_experts(num_tokens, dtype, dense):
+    x, ids, weights, w13, w2, limit = expert_inputs(num_tokens, dtype)
     if not dense:
-        rows, weights = strided(rows), weights.transpose(1, 2).contiguous().transpose(1, 2)
-    torch.library.opcheck(grouped_product_op, (rows, weights, ends), test_utils=IMPLEMENTED)
+        x, ids, weights = strided(x), strided(ids), strided(weights)
+        w13, w2 = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w13, w2))
+    args = (x, ids, weights, w13, w2, limit)
+    torch.library.opcheck(routed_experts_op, args, test_utils=IMPLEMENTED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_opcheck_routed_experts_without_tokens(dtype):
+    _, _, _, w13, w2, limit = expert_inputs(1, dtype)
+    x, ids, weights = torch.zeros(0, 8, dtype=dtype), torch.zeros(0, 2).long(), torch.zeros(0, 2)
+    args = (x, ids, weights.to(dtype), w13, w2, limit)
+    torch.library.opcheck(routed_experts_op, args, test_utils=IMPLEMENTED)
+
+
+@pytest.mark.parametrize("form", [routed_experts, routed_experts_op])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_routed_experts_one_by_one(dtype, form):
+    """Every token through each of its experts alone; "no expert" adds nothing."""
+    x, ids, weights, w13, w2, limit = expert_inputs(9, dtype)
+    got = form(x, ids, weights, w13, w2, limit)
+    none = 0
+    for token in range(9):
+        want = torch.zeros(8, dtype=torch.float64)
+        for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
+            if expert == 3:
+                none += 1
+                continue
+            gate, up = (x[token].double() @ w13[expert].double()).chunk(2)
+            hidden = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+            want += (weight * hidden) @ w2[expert].double()
+        torch.testing.assert_close(got[token].double(), want, rtol=0, atol=1e-4)
+    assert 0 < none < 18
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -88,8 +136,17 @@ def selection_inputs(lengths_of, ratio, seed, mode=CandidateMode.IGNORE):
     length = torch.tensor([n for _, lengths in lengths_of for n in lengths], dtype=torch.int64)
     pool_rows = (SLOTS * BLOCKS + 1) * BLOCK_SIZE // ratio
     return [
-        floats(num_tokens, HEADS, DIM), floats(num_tokens, HEADS), floats(pool_rows, DIM),
-        table, slot, length, ratio, BLOCK_SIZE, int(mode), 2, 2,
+        floats(num_tokens, HEADS, DIM),
+        floats(num_tokens, HEADS),
+        floats(pool_rows, DIM),
+        table,
+        slot,
+        length,
+        ratio,
+        BLOCK_SIZE,
+        int(mode),
+        2,
+        2,
         torch.zeros(num_tokens, entries, dtype=torch.bool),
         torch.full((num_tokens, TOP_K), 7, dtype=torch.int64),
     ]
@@ -185,9 +242,7 @@ def test_selection_against_brute_force(ratio, mode):
             want = [rows[j] for j in brute_top(scores, allowed, TOP_K)]
             assert out[token].tolist() == want + [-1] * (TOP_K - len(want))
             if mode == CandidateMode.WRITE and scores:
-                kept = candidate_mask(
-                    torch.tensor(scores), torch.tensor(len(scores)), 2, 2
-                )
+                kept = candidate_mask(torch.tensor(scores), torch.tensor(len(scores)), 2, 2)
                 assert torch.equal(candidates[token, : len(scores)], kept)
         if mode != CandidateMode.WRITE:
             assert torch.equal(candidates, before)

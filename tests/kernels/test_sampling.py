@@ -111,8 +111,10 @@ def test_goodness_of_fit(temperature, varied):
     moving, still = torch.arange(count), torch.full((count,), 11)
     seed, position = (still, moving) if varied == "position" else (moving, still)
     chosen = choose_tokens(
-        logits.expand(count, -1), torch.full((count,), temperature, dtype=torch.float64),
-        seed, position,
+        logits.expand(count, -1),
+        torch.full((count,), temperature, dtype=torch.float64),
+        seed,
+        position,
     )
     counts = chosen.bincount(minlength=8).double()
     expected = (logits / temperature).softmax(0) * count
@@ -126,8 +128,10 @@ def test_neighbouring_positions_are_independent():
     count = 30_000
     logits = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
     chosen = choose_tokens(
-        logits.expand(count, -1), torch.ones(count, dtype=torch.float64),
-        torch.full((count,), 4), torch.arange(count),
+        logits.expand(count, -1),
+        torch.ones(count, dtype=torch.float64),
+        torch.full((count,), 4),
+        torch.arange(count),
     )
     pairs = (chosen[0::2] * 3 + chosen[1::2]).bincount(minlength=9).double()
     probability = logits.softmax(0)

@@ -81,8 +81,10 @@ def test_random_cases_against_brute_force():
     for _ in range(600):
         rows, num_drafts = draw.randint(1, 6), draw.randint(1, 6)
         confidences = [
-            [draw.choice([0.0, 0.25, 0.5, 0.5, 1.0, 1.0, NAN, draw.random()])
-             for _ in range(num_drafts)]
+            [
+                draw.choice([0.0, 0.25, 0.5, 0.5, 1.0, 1.0, NAN, draw.random()])
+                for _ in range(num_drafts)
+            ]
             for _ in range(rows)
         ]
         limits = [draw.choice([0, num_drafts, draw.randint(0, num_drafts)]) for _ in range(rows)]

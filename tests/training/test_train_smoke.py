@@ -36,7 +36,7 @@ def test_loss_falls_and_resume_is_exact(
 ) -> None:
     whole = make_trainer(make_raw)
     losses = [whole.train_step(step / STEPS)["loss"] for step in range(STEPS)]
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 0.3
     first = make_trainer(make_raw)
     for step in range(15):
         first.train_step(step / STEPS)

@@ -1,0 +1,62 @@
+"""The card's figures on a small model, against plain computations."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from decodegrid.graphs.drafter import DraftModel
+from training.batches import Rows
+from training.evaluate import SEED, measure
+from training.sample import generate
+
+MakeModel = Callable[..., DraftModel]
+
+
+def write_data(directory: Path) -> np.ndarray:
+    """One held-out domain of 3 bytes a token; returns its stream."""
+    draw = np.random.default_rng(0)
+    stream = np.concatenate([np.r_[0, draw.integers(3, 90, 26)] for _ in range(20)])
+    np.save(directory / "heldout_x.npy", stream.astype(np.uint16))
+    part = {"tokens": len(stream), "bytes": 3 * len(stream), "documents": 20}
+    meta = {"bos_token_id": 0, "domains": {"train": {}, "heldout_x": {"part": part}}}
+    (directory / "meta.json").write_text(json.dumps(meta))
+    return stream.astype(np.uint16)
+
+
+def test_measured_loss_is_the_models(make_model: MakeModel, tmp_path: Path) -> None:
+    model = make_model(6)
+    stream = write_data(tmp_path)
+    report = measure(model, tmp_path, length=32, num_rows=4)
+    ids, targets = Rows(stream, 32, 0, SEED).batch(0, 4)
+    losses = [
+        F.cross_entropy(model.logits(row), wanted, ignore_index=-100, reduction="sum")
+        for row, wanted in zip(ids, targets, strict=True)
+    ]
+    count = int((targets >= 0).sum())
+    expected = float(sum(losses)) / count
+    domain = report.domains["x"]
+    assert domain.tokens == count < 4 * 32
+    assert abs(domain.nats_per_token - expected) < 1e-4
+    assert abs(domain.bits_per_byte - expected / 3 / math.log(2)) < 1e-4
+    figures = [*domain.acceptance["1"], *domain.acceptance["0.6"], *domain.confidence]
+    assert len(figures) == 15 and all(0 < figure < 1 for figure in figures)
+    # A sharper pair of distributions overlaps less when the two are unrelated.
+    assert sum(domain.acceptance["0.6"]) < sum(domain.acceptance["1"])
+    assert set(report.index_recall) == {"1", "3", "4", "6"}
+    assert all(0 < share < 1 for share in report.index_recall.values())
+    assert len(report.expert_load) == 8 and min(report.expert_load) >= 1
+
+
+def test_generate_greedy_follows_the_argmax(make_model: MakeModel) -> None:
+    model = make_model(6)
+    new = generate(model, [0, 5, 9], 4, 0.0, 0)
+    text = [0, 5, 9]
+    for token in new:
+        assert token == int(model.logits(torch.tensor(text))[-1].argmax())
+        text.append(token)
+    assert len(new) == 4 or new[-1] == model.config.eos_token_id
