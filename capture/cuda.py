@@ -2,7 +2,8 @@
 
 Owns the side stream and the memory pool that all graphs share. Does not own compilation or the
 order of captures. Data flow: a step is warmed up and then captured on one side stream; replays run
-on the caller's stream. This back end has been traced only: nothing here has run on a card.
+on the caller's stream. Its order of calls is tested against a stand-in;
+nothing here has run on a card.
 """
 
 from collections.abc import Hashable

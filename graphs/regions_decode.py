@@ -44,7 +44,7 @@ def output_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionS
         num_emitted_out: Tensor, stopped_out: Tensor,
     ) -> None:
         live = slots > 0
-        column = torch.arange(num_drafts + 1)
+        column = torch.arange(num_drafts + 1, device=slots.device)
         index = (query_starts.unsqueeze(1) + column).clamp(max=chosen.shape[0] - 1)
         tokens = chosen[index]
         row_drafts = drafts[slots][:, :num_drafts]
@@ -53,7 +53,8 @@ def output_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionS
         token_ids_out.copy_(tokens)
         num_emitted_out.copy_(emitted)
         known = torch.cat((history[slots], last_token[slots].unsqueeze(1), row_drafts), 1)
-        later = known.gather(1, accepted.unsqueeze(1) + 1 + torch.arange(3))
+        following = accepted.unsqueeze(1) + 1 + torch.arange(3, device=slots.device)
+        later = known.gather(1, following)
         final = tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
         zero = torch.zeros_like(final)
         stops = stop_token_ids[slots].unsqueeze(1) == tokens.unsqueeze(2)
@@ -122,7 +123,7 @@ def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSp
         slots: Tensor, last_token: Tensor, seq_len: Tensor, input_ids: Tensor, positions: Tensor,
         token_slot: Tensor, valid: Tensor, window_store: Tensor, window_index: Tensor,
     ) -> None:
-        index = torch.arange(positions.shape[0])
+        index = torch.arange(positions.shape[0], device=slots.device)
         row, offset = index // block, index % block
         slot = slots[row]
         is_live = slot > 0
@@ -136,7 +137,8 @@ def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSp
         valid.copy_(is_live)
         window_store.copy_((slot * ring + (anchor + offset) % ring).where(is_live, zero))
         # Context at positions anchor - window .. anchor - 1, then the block itself.
-        seen = (anchor - window).unsqueeze(1) + torch.arange(window + block)
+        reach = torch.arange(window + block, device=slots.device)
+        seen = (anchor - window).unsqueeze(1) + reach
         reads = slot.unsqueeze(1) * ring + seen.clamp(min=0) % ring
         window_index.copy_(
             reads.where((seen >= 0) & is_live.unsqueeze(1), -torch.ones_like(reads))

@@ -44,7 +44,8 @@ def spec(function: Region, *names: str, variants: int = 1) -> RegionSpec:
 def take_rows(table: Tensor, index: Tensor) -> Tensor:
     """Rows of `table` at `index`, zeros where the index is -1; never reads a masked row."""
     rows = table[index.clamp(min=0)]
-    return rows.where((index >= 0).unsqueeze(-1), torch.zeros((), dtype=table.dtype))
+    zero = torch.zeros((), dtype=table.dtype, device=table.device)
+    return rows.where((index >= 0).unsqueeze(-1), zero)
 
 
 def mix_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
@@ -56,7 +57,7 @@ def mix_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
     def embed(input_ids: Tensor, table: Tensor, stream_out: Tensor, pre_out: Tensor) -> None:
         rows = F.embedding(input_ids, table)
         stream_out.copy_(rows.unsqueeze(1).expand_as(stream_out))
-        copy = torch.arange(pre_out.shape[1])
+        copy = torch.arange(pre_out.shape[1], device=pre_out.device)
         pre_out.copy_((copy == 0).to(pre_out.dtype).expand_as(pre_out))
 
     def collapse(
@@ -237,7 +238,7 @@ def moe_regions(config: ModelConfig, *, with_drafter: bool, as_ops: bool) -> dic
                 x, gate, bias, top_k, scaling=scaling, normalise=normalise
             )
             # A pad visits no routed expert, so that it costs nothing and counts nowhere.
-            ids = ids.where(valid.unsqueeze(-1), torch.full((), w13.shape[0], dtype=ids.dtype))
+            ids = ids.where(valid.unsqueeze(-1), torch.full_like(ids, w13.shape[0]))
             routed = experts(x, ids, weights, w13, w2, limit)
             gated, up = F.linear(x, shared_w13).chunk(2, -1)
             shared = F.linear(swiglu(gated, up, limit).to(x.dtype), shared_w2)

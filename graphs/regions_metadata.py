@@ -75,7 +75,7 @@ def metadata_regions(config: ModelConfig, capacity: Capacity) -> dict[str, Regio
         ends = lens.cumsum(0)
         query_lens.copy_(lens)
         query_starts.copy_(ends - lens)
-        index = torch.arange(positions.shape[0])
+        index = torch.arange(positions.shape[0], device=slots.device)
         row = (ends.unsqueeze(0) <= index.unsqueeze(1)).sum(1)
         is_live = row < slots.shape[0]
         row = row.clamp(max=slots.shape[0] - 1)
@@ -88,7 +88,7 @@ def metadata_regions(config: ModelConfig, capacity: Capacity) -> dict[str, Regio
         known = torch.cat(
             (history[slot], last_token[slot].unsqueeze(1), drafts_in[slot]), 1
         )
-        back = 3 + offset.unsqueeze(1) - torch.arange(ngram)
+        back = 3 + offset.unsqueeze(1) - torch.arange(ngram, device=slots.device)
         raw = known.gather(1, back.clamp(min=0)).where(back >= 0, -torch.ones_like(back))
         input_ids.copy_(raw[:, 0].clamp(0, vocab - 1).where(is_live, zero))
         lookback.copy_(compressed_lookback(raw, compressed_ids, pad_id))
@@ -98,7 +98,8 @@ def metadata_regions(config: ModelConfig, capacity: Capacity) -> dict[str, Regio
         store = (slot * ring + position % ring).where(is_live, zero)
         window_store.copy_(store)
         ring_store.copy_(store)
-        seen = position.unsqueeze(1) - (window - 1) + torch.arange(window)
+        reach = torch.arange(window, device=slots.device)
+        seen = position.unsqueeze(1) - (window - 1) + reach
         reads = slot.unsqueeze(1) * ring + seen.clamp(min=0) % ring
         window_index.copy_(
             reads.where((seen >= 0) & is_live.unsqueeze(1), -torch.ones_like(reads))
@@ -123,12 +124,12 @@ def metadata_regions(config: ModelConfig, capacity: Capacity) -> dict[str, Regio
         entry_store_one: Tensor, entry_store_two: Tensor, length_one: Tensor, length_two: Tensor,
     ) -> None:
         slot, start, count = facts[0], facts[1], facts[2]
-        index = torch.arange(token_ids.shape[0])
+        index = torch.arange(token_ids.shape[0], device=facts.device)
         is_live = index < count
         zero = torch.zeros_like(index)
         position = (start + index).where(is_live, zero)
         known = torch.cat((facts[3:6], token_ids))
-        back = 3 + index.unsqueeze(1) - torch.arange(ngram)
+        back = 3 + index.unsqueeze(1) - torch.arange(ngram, device=facts.device)
         raw = known[back.clamp(min=0)].where(back >= 0, -torch.ones_like(back))
         input_ids.copy_(token_ids.clamp(0, vocab - 1).where(is_live, zero))
         lookback.copy_(compressed_lookback(raw, compressed_ids, pad_id))
@@ -137,7 +138,7 @@ def metadata_regions(config: ModelConfig, capacity: Capacity) -> dict[str, Regio
         valid.copy_(is_live)
         # The workspace holds `window` rows of history, then the chunk.
         window_store.copy_(window + index)
-        offset = torch.arange(window)
+        offset = torch.arange(window, device=facts.device)
         seen = (start + index).unsqueeze(1) - (window - 1) + offset
         reads = index.unsqueeze(1) + 1 + offset
         window_index.copy_(

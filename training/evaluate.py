@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from decodegrid.graphs.checkpoint import load_model
@@ -27,9 +28,17 @@ from training.draft_forward import Rounds, context_of, draft_hidden, draft_logit
 from training.fast_forward import FastForward
 from training.model_card import write_card
 from training.run_log import BUILD, ROOT
+from training.sample import generate
 
 SEED = 20262
 TEMPERATURES = (1.0, 0.6)
+SAMPLES = (
+    ("Write a short children's story about a brave fox who finds a lantern near the river.", 0.6),
+    ("JSON please. George is 20 years old and lives in Miami.", 0.0),
+    ("Write a Python function that returns the length of a list.", 0.0),
+)
+"""Prompt and temperature of what the card shows."""
+_USER, _ASSISTANT = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c></think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,8 @@ class Report:
     index_recall: dict[str, float]
     """Indexer layer -> share of compressed attention mass inside its selection, over queries
     that see more entries than the selection holds, in a run that attends to all entries."""
+    index_ceiling: dict[str, float]
+    """The same for the selection that would hold the most."""
     expert_load: list[float]
     """Most loaded expert over the mean, per target layer."""
 
@@ -123,8 +134,10 @@ def measure_recall(fast: FastForward, ids: Tensor, means: Means) -> None:
         mass = torch.stack(trace.mass).sum(0)
         selective = lengths > config.index_topk
         kept = (mass * selected).sum(-1)[:, selective].sum()
-        whole = mass.sum(-1)[:, selective].sum()
-        means.add(str(trace.layer), (kept / whole).reshape(1), whole.reshape(1))
+        most = mass.topk(min(config.index_topk, mass.shape[-1]), -1).values.sum(-1)
+        whole = mass.sum(-1)[:, selective].sum().reshape(1)
+        means.add(str(trace.layer), kept / whole, whole)
+        means.add(f"most {trace.layer}", most[:, selective].sum() / whole, whole)
 
 
 @torch.inference_mode()
@@ -172,20 +185,40 @@ def measure(model: DraftModel, data: Path, length: int, num_rows: int) -> Report
     loads: dict[int, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.int64))
     domains: dict[str, Domain] = {}
     recall: dict[str, list[float]] = defaultdict(list)
+    ceiling: dict[str, list[float]] = defaultdict(list)
     for name in sorted(key for key in meta["domains"] if key.startswith("heldout_")):
         parts = meta["domains"][name].values()
         density = sum(part["bytes"] for part in parts) / sum(part["tokens"] for part in parts)
         rows = Rows(np.load(data / f"{name}.npy"), length, meta["bos_token_id"], SEED)
         domain, kept = measure_domain(fast, rows, num_rows, density, loads)
         domains[name.removeprefix("heldout_")] = domain
-        for layer in kept.sums:
-            recall[layer] += kept.list_of(layer)
+        for label in kept.sums:
+            layer = label.removeprefix("most ")
+            (recall if label == layer else ceiling)[layer] += kept.list_of(label)
     return Report(
         row_tokens=length,
         domains=domains,
-        index_recall={layer: round(float(np.mean(parts)), 4) for layer, parts in recall.items()},
+        index_recall=_means_of(recall),
+        index_ceiling=_means_of(ceiling),
         expert_load=[round(float(load.max() / load.float().mean()), 2) for load in loads.values()],
     )
+
+
+def write_samples(model: DraftModel, directory: Path) -> list[dict[str, str]]:
+    """Prompt and text of the card's samples, the first tried of each: seed 0."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    samples = []
+    for prompt, temperature in SAMPLES:
+        framed = f"{_USER}{prompt}{_ASSISTANT}"
+        ids = tokenizer.encode(framed, add_special_tokens=False).ids
+        new = generate(model, [model.config.bos_token_id, *ids], 90, temperature, 0)
+        text = tokenizer.decode(new)
+        samples.append({"prompt": prompt, "temperature": f"{temperature:g}", "text": text})
+    return samples
+
+
+def _means_of(parts: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(float(np.mean(values)), 4) for name, values in parts.items()}
 
 
 def main() -> int:
@@ -201,9 +234,10 @@ def main() -> int:
     model = load_model(arguments.model)
     report = asdict(measure(model, arguments.data, arguments.length, arguments.rows))
     text = json.dumps(report, indent=1) + "\n"
-    print(text)
+    print(text, flush=True)
     (BUILD / "report.json").write_text(text, encoding="utf-8")
     if arguments.card:
+        report["samples"] = write_samples(model, arguments.model)
         size = (arguments.model / "model.safetensors").stat().st_size
         write_card(arguments.model / "README.md", report, BUILD, model, size)
     return 0

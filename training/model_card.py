@@ -57,6 +57,7 @@ def write_card(
         _architecture(model, drafter),
         _training(meta),
         _measured(report, model),
+        _samples(report),
         _ENDING.format(vocab=model.config.vocab_size, length=report["row_tokens"]),
     ]
     path.write_text("".join(parts), encoding="utf-8")
@@ -124,7 +125,11 @@ def _measured(report: dict[str, Any], model: DraftModel) -> str:
         for label, values in rows.items():
             cells = "".join(f" {value:.2f} |" for value in values)
             lines.append(f"| {name} | {label} |{cells}\n")
-    recall = ", ".join(f"{share:.3f} at layer {n}" for n, share in report["index_recall"].items())
+    most = report["index_ceiling"]
+    recall = ", ".join(
+        f"{share:.2f} of at most {most[n]:.2f} at layer {n}"
+        for n, share in report["index_recall"].items()
+    )
     loads = ", ".join(f"{load:.2f}" for load in report["expert_load"])
     lines.append(
         "\nAcceptance at a temperature is 1 minus the total variation between the drafter's and the"
@@ -134,3 +139,11 @@ def _measured(report: dict[str, Any], model: DraftModel) -> str:
         f"\nMost loaded expert over the mean, per layer: {loads}.\n"
     )
     return "".join(lines)
+
+
+def _samples(report: dict[str, Any]) -> str:
+    parts = ["\n## Samples\n\nThe first try of each, cut at 90 tokens.\n"]
+    for sample in report["samples"]:
+        quoted = "\n".join(f"> {line}".rstrip() for line in sample["text"].splitlines())
+        parts.append(f"\n*{sample['prompt']}* (temperature {sample['temperature']})\n\n{quoted}\n")
+    return "".join(parts)

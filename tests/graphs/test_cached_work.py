@@ -6,6 +6,7 @@ Counted, not timed: rows that reach an expert, and entries whose keys are gather
 import pytest
 import torch
 
+from decodegrid.graphs import regions
 from decodegrid.kernels import moe
 from decodegrid.kernels import select_entries as selection
 
@@ -111,9 +112,11 @@ def test_index_work_follows_each_requests_own_length(scored_entries):
     assert torch.equal(*results)
 
 
-def test_index_work_of_a_step(make_run, make_prompt, scored_entries):
+def test_index_work_of_a_step(make_run, make_prompt, scored_entries, monkeypatch):
     """A decode step gathers what its rows see, at every indexer layer; capacity plays no part."""
-    run = make_run()
+    # The plain function, also where a native kernel stands behind the op.
+    monkeypatch.setattr(regions, "select_entries_op", selection.select_entries)
+    run = make_run(max_num_reqs=2, req_sizes=(1, 2))
     run.begin(1, make_prompt(60, 1))
     run.begin(2, make_prompt(8, 2))
     del scored_entries[:]

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from decodegrid.kernels.sampling import choose_tokens, gumbel_noise, uniform_bits
+from decodegrid.kernels.sampling import choose_tokens, gumbel_noise, gumbel_noise_op, uniform_bits
 
 EXTREMES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1]
 
@@ -50,27 +50,35 @@ def test_large_token_ids():
     assert bits.unique().numel() > 149_900
 
 
-def test_noise_depends_on_seed_position_and_id_alone():
-    """Equal bits in any row order, for any number of rows and any vocabulary that has the id."""
+FORMS = [gumbel_noise, gumbel_noise_op]
+
+
+@pytest.mark.parametrize("noise_of", FORMS)
+def test_noise_depends_on_seed_position_and_id_alone(noise_of):
+    """Equal bits in any row order, for any number of rows, any vocabulary that has the id and any
+    temperature above 0."""
     seeds = torch.tensor([5, 5, 9, 2**40, 5, 9])
     positions = torch.tensor([0, 1, 1, 77, 300, 4095])
-    whole = gumbel_noise(seeds, positions, 200)
+    ones = torch.ones(6)
+    whole = noise_of(seeds, positions, ones, 200)
     order = torch.tensor([3, 0, 5, 1, 4, 2])
-    assert torch.equal(gumbel_noise(seeds[order], positions[order], 200), whole[order])
+    assert torch.equal(noise_of(seeds[order], positions[order], 0.3 * ones, 200), whole[order])
     for row in range(6):
-        alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1], 200)
-        assert torch.equal(alone[0], whole[row])
-    assert torch.equal(gumbel_noise(seeds, positions, 77), whole[:, :77])
-    rows = {tuple(row.tolist()) for row in whole}
-    assert len(rows) == 6
+        one = slice(row, row + 1)
+        assert torch.equal(noise_of(seeds[one], positions[one], ones[one], 200)[0], whole[row])
+    assert torch.equal(noise_of(seeds, positions, ones, 77), whole[:, :77])
+    assert len({tuple(row.tolist()) for row in whole}) == 6
 
 
-def test_noise_is_finite_and_gumbel():
-    """Finite everywhere; mean is Euler's constant, variance pi squared over 6."""
-    noise = gumbel_noise(torch.full((400,), 3), torch.arange(400), 1000)
-    assert noise.dtype == torch.float64 and bool(noise.isfinite().all())
+@pytest.mark.parametrize("noise_of", FORMS)
+def test_noise_is_finite_and_gumbel(noise_of):
+    """Finite everywhere; mean is Euler's constant, variance pi squared over 6; none when greedy."""
+    noise = noise_of(torch.full((400,), 3), torch.arange(400), torch.ones(400), 1000)
+    assert bool(noise.isfinite().all())
     assert abs(float(noise.mean()) - 0.5772156649) < 0.01
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.02
+    greedy = noise_of(torch.full((4,), 3), torch.arange(4), torch.zeros(4), 1000)
+    assert not greedy.any()
 
 
 def test_choices_do_not_depend_on_the_batch():
