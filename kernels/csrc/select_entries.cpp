@@ -66,14 +66,15 @@ T score_entry(const T* query, const T* weight, const T* key, int64_t heads, int6
 
 // Candidate marks of one token; the newest block is always kept.
 template <typename T>
-void write_candidates(Scratch<T>& s, int64_t block_size, int64_t num_blocks, bool* candidates) {
+void write_candidates(
+    Scratch<T>& s, int64_t block_size, int64_t num_blocks, bool* candidates, int64_t step) {
   const int64_t count = static_cast<int64_t>(s.scores.size());
   s.best.assign((count + block_size - 1) / block_size, -std::numeric_limits<T>::infinity());
   for (int64_t i = 0; i < count; ++i)
     s.best[i / block_size] = std::max(s.best[i / block_size], s.scores[i]);
   s.best.back() = std::numeric_limits<T>::infinity();
   mark_top_k(s.best, num_blocks, s.sorted, s.kept);
-  for (int64_t i = 0; i < count; ++i) candidates[i] = s.kept[i / block_size] != 0;
+  for (int64_t i = 0; i < count; ++i) candidates[i * step] = s.kept[i / block_size] != 0;
 }
 
 template <typename T>
@@ -83,10 +84,11 @@ void select(
     int64_t per_block, int64_t mode, int64_t candidate_block, int64_t candidate_count,
     const at::Tensor& candidates, const at::Tensor& entry_out) {
   const int64_t heads = query.size(1), dim = query.size(2), top_k = entry_out.size(1);
+  const int64_t out_step = entry_out.stride(1), mark_step = candidates.stride(1);
   Scratch<T> s;
   for (int64_t token = 0; token < query.size(0); ++token) {
     int64_t* out = entry_out.mutable_data_ptr<int64_t>() + token * entry_out.stride(0);
-    std::fill(out, out + top_k, int64_t(-1));
+    for (int64_t place = 0; place < top_k; ++place) out[place * out_step] = -1;
     const int64_t count = lengths.const_data_ptr<int64_t>()[token];
     if (count <= 0) continue;
     const int64_t slot = token_slot.const_data_ptr<int64_t>()[token];
@@ -101,15 +103,15 @@ void select(
       const T* q = query.const_data_ptr<T>() + token * heads * dim;
       const T* w = weights.const_data_ptr<T>() + token * heads;
       for (int64_t entry = 0; entry < count; ++entry)
-        if (mode != 2 || candidate[entry])
+        if (mode != 2 || candidate[entry * mark_step])
           s.scores[entry] =
               score_entry(q, w, keys.const_data_ptr<T>() + row_of(entry) * dim, heads, dim);
-      if (mode == 1) write_candidates(s, candidate_block, candidate_count, candidate);
+      if (mode == 1) write_candidates(s, candidate_block, candidate_count, candidate, mark_step);
       mark_top_k(s.scores, top_k, s.sorted, s.marks);
     }
     int64_t place = 0;
     for (int64_t entry = 0; entry < count && place < top_k; ++entry)
-      if (s.marks[entry]) out[place++] = row_of(entry);
+      if (s.marks[entry]) out[place++ * out_step] = row_of(entry);
   }
 }
 
@@ -118,7 +120,6 @@ void select_entries(
     const at::Tensor& block_table, const at::Tensor& token_slot, const at::Tensor& lengths,
     int64_t ratio, int64_t block_size, int64_t candidate_mode, int64_t candidate_block,
     int64_t candidate_count, const at::Tensor& candidates, const at::Tensor& entry_out) {
-  TORCH_CHECK(entry_out.stride(1) == 1 && candidates.stride(1) == 1, "rows must be dense");
   const auto dtype = c10::promoteTypes(query.scalar_type(), at::kFloat);
   const at::Tensor q = query.to(dtype).contiguous(), w = weights.to(dtype).contiguous();
   // Lower precisions convert the pool; only the reference back end of such models pays for it.
