@@ -88,7 +88,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Type of weights and activations; what must be wider stays wider."""
 
-    num_threads: Annotated[int, Field(ge=1, le=256)] = 2
+    num_threads: Annotated[int, Field(ge=1, le=256)] = 1
     """CPU threads of one step, 1 to 256."""
 
 

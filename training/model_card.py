@@ -22,6 +22,14 @@ mean something. **It is a test model.** It tells simple, silly stories and answe
 kinds of question; it knows nothing and should not be asked for facts.
 """
 
+_HISTORY = """
+The run was stopped and resumed on a busy machine: the first 35 steps used five orthogonalisation
+steps instead of three, rows were cut without going on with long documents until step 190, four of
+the target's minutes were a pause, and the drafter's first 88 steps saw an earlier state of the
+target (step 370). A new run follows the same recipe, not the same bits.
+"""
+"""What the committed run did otherwise than the commands of `training/README.md` do."""
+
 _ENDING = """
 ## Limits
 
@@ -104,7 +112,7 @@ lists, Python, look-ups).
 The model saw {100 * int(target["tokens"]) / total:.0f} % of that once. The target attended to all \
 compressed entries first and to the
 indexer's choice at the end; the indexer learned from the attention's own mass.
-"""
+{_HISTORY}"""
 
 
 def _measured(report: dict[str, Any], model: DraftModel) -> str:
