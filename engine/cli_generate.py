@@ -45,13 +45,12 @@ def _generate(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]
     params = sampling_from_options(args, loaded)
     prompts = _read_prompts(args)
     llm = build_llm(loaded)
-    if not args.no_report and llm.start_up_report:
-        print(llm.start_up_report, file=sys.stderr)
     try:
         _print_outputs(llm.stream(prompts, params), prompts)
     finally:
         if not args.no_report and llm.stats.num_decode_steps:
-            print(llm.stats.report(), file=sys.stderr)
+            for report in (llm.start_up_report, llm.stats.report()):
+                print(report, file=sys.stderr)
     return 0
 
 

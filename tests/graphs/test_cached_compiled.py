@@ -129,7 +129,9 @@ def test_no_buffer_of_pool_size(run, make_prompt, monkeypatch):
     assert max(sizes) < pool / 4
     for path in modules:
         with open(path, encoding="utf-8") as source:
-            text = source.read()
+            # Comments name the operators that were fused, clones included.
+            lines = [line for line in source if not line.lstrip().startswith("#")]
+        text = "".join(lines)
         # What torch's own operators would allocate behind the wrapper's back.
         for call in ("aten.clone", "aten.index_put.default", "aten.copy.default"):
             assert call not in text, (path, call)

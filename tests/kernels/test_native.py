@@ -28,7 +28,9 @@ def installed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("count", "size", "iters"), [(1, 4, 20), (13, 4, 20), (9, 3, 1), (8, 8, 5)])
+@pytest.mark.parametrize(
+    ("count", "size", "iters"), [(1, 4, 20), (13, 4, 20), (9, 3, 1), (8, 8, 5)]
+)
 def test_sinkhorn(count: int, size: int, iters: int, dtype: torch.dtype) -> None:
     torch.manual_seed(count)
     logits = 3 * torch.randn(count, size, size, dtype=dtype)
