@@ -65,6 +65,11 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
             raise RequestError(f"{args.prompts_file}: no prompt in it")
         return prompts
     if args.prompts:
+        for index, prompt in enumerate(args.prompts):
+            if not prompt:
+                # Before the start-up, which takes a while.
+                where = f"prompt {index}: " if len(args.prompts) > 1 else ""
+                raise RequestError(f"{where}the prompt is empty; it needs at least 1 character")
         return list(args.prompts)
     if sys.stdin.isatty():
         raise RequestError("no prompt: give one as an argument, in --prompts-file, or on stdin")

@@ -197,6 +197,8 @@ class LLM:
 def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be a text or a list of prompts, got {prompts!r}")
     found: list[Prompt] = []
     for index, prompt in enumerate(prompts):
         # Callers without a type checker pass a flat list of ids, or bytes.
@@ -216,6 +218,14 @@ def _as_params_list(
         return [SamplingParams()] * num_prompts
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
+    wrong = not isinstance(sampling_params, Sequence) or any(
+        not isinstance(params, SamplingParams) for params in sampling_params
+    )
+    if wrong:
+        raise RequestError(
+            "sampling_params must be SamplingParams, or a list of one for each prompt, "
+            f"got {sampling_params!r}"
+        )
     if len(sampling_params) != num_prompts:
         raise RequestError(f"{len(sampling_params)} sampling parameters for {num_prompts} prompts")
     return list(sampling_params)

@@ -67,9 +67,16 @@ def load_model(
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such checkpoint directory")
     config = read_checkpoint_config(directory)
+    stored = read_headers(directory)
+    for name in ("n_routed_experts", "dspark_n_routed_experts", "num_hidden_layers"):
+        # Before anything of that size is built: a count that the files cannot hold.
+        if getattr(config, name) > len(stored):
+            raise CheckpointError(
+                f"{directory / 'config.json'}: text_config.{name} is {getattr(config, name)}, but "
+                f"the checkpoint has {len(stored)} tensors in all"
+            )
     with torch.device("meta"):
         model = DraftModel(config)
-    stored = read_headers(directory)
     _check_tensors(stored, tensor_slots(model), directory)
     if config.quantized:
         raise CheckpointError(

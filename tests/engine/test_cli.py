@@ -224,3 +224,11 @@ def test_chat_that_outgrows_the_context(call: Any, monkeypatch: pytest.MonkeyPat
     status, out, err = call("chat", *GREEDY, "--no-report")
     assert status == 0 and "context of 400 tokens" in err and "/clear starts over" in err
     assert out.count("> ") >= 4
+
+
+def test_an_empty_prompt_is_refused_before_start_up(capsys: pytest.CaptureFixture[str]) -> None:
+    def never(loaded: Any) -> Any:
+        raise AssertionError("the engine was started")
+
+    assert main(["generate", "x", ""], build_llm=never) == 2
+    assert "prompt 1: the prompt is empty" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """generate, stream and abort; preemption and mixed load change no token and leak nothing."""
 
 import random
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -240,3 +241,19 @@ def test_soak(
     assert any(stream.request.num_preemptions for _, stream in made) or not preempts
     llm._close([stream for _, stream in made])
     assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (None, None, "prompts must be a text or a list of prompts, got None"),
+        (5, None, "prompts must be a text or a list of prompts, got 5"),
+        (["a"], {"max_tokens": 2}, "sampling_params must be SamplingParams"),
+        (["a"], [{"max_tokens": 2}], "sampling_params must be SamplingParams"),
+    ],
+)
+def test_arguments_of_a_wrong_type(
+    make_llm: Callable[..., LLM], prompts: Any, params: Any, message: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        make_llm().generate(prompts, params)

@@ -266,3 +266,13 @@ def test_tokenizer_errors(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a readable tokenizer"):
         load_model(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["n_routed_experts", "dspark_n_routed_experts"])
+def test_a_huge_count_is_an_error_at_once(checkpoint: Path, name: str) -> None:
+    """Nothing of the size that the config claims is built before it is compared with the files."""
+    raw = json.loads((checkpoint / "config.json").read_text())
+    raw["text_config"][name] = 10_000_000
+    (checkpoint / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=rf"text_config\.{name} is 10000000, but"):
+        load_model(checkpoint)
