@@ -88,12 +88,8 @@ def mix_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
         ),
     }
     if config.engram_layer_ids:
-        specs["engram"] = spec(
-            engram, "stream", "lookback", "table", "primes", "offsets",
-            variants=1,
-        )
-        specs["engram"].dynamic.pop("primes")
-        specs["engram"].dynamic.pop("offsets")
+        # The tables of two layers differ in rows.
+        specs["engram"] = spec(engram, "stream", "lookback", "table")
     return specs
 
 
