@@ -19,6 +19,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed, RecompileError, TorchDynamoException
 
+from decodegrid.capture.binding import BindingError, make_binding
 from decodegrid.capture.counters import CaptureCounters
 from decodegrid.capture.lowering import (
     CompileOptions,
@@ -32,55 +33,9 @@ from decodegrid.capture.lowering import (
 )
 from decodegrid.capture.phases import PhaseClock, Progress
 from decodegrid.capture.program import ProgramRecorder, SpreadCall, find_overlap
+from decodegrid.capture.region import Region, UnplannedCompilationError
+from decodegrid.capture.region_store import LoadedRegion, RegionStore, StoredRegion
 from decodegrid.configs.env import set_inductor_cache_dir
-
-
-class UnplannedCompilationError(RuntimeError):
-    """A region call would need a compilation that is not planned, or comes after `freeze`."""
-
-
-class Region:
-    """One function, compiled for a planned number of variants; made by `RegionCompiler.region`."""
-
-    __slots__ = ("_compiled", "_compiler", "dynamic", "function", "name", "parameters", "variants")
-
-    def __init__(
-        self,
-        compiler: "RegionCompiler",
-        name: str,
-        function: types.FunctionType,
-        dynamic: Mapping[str, tuple[int, ...]],
-        variants: int,
-    ) -> None:
-        self._compiler = compiler
-        self.name = name
-        self.function = function
-        self.parameters = tuple(inspect.signature(function).parameters)
-        self.dynamic = dict(dynamic)
-        self.variants = variants
-        self._compiled = compiler._wrap(self)
-
-    def __call__(self, *args: Any) -> None:
-        """Run the region, compiling it if this is one of its planned variants.
-
-        Raises:
-            RegionError: the region returns something, or while recording what it writes shares
-                memory with another argument.
-            UnplannedCompilationError: the call needs a compilation that is not planned, or comes
-                after `freeze`; says which guard failed.
-        """
-        self._compiler._call(self, self._compiled, args)
-
-    def describe_argument(self, tensor: object, args: Sequence[Any]) -> str:
-        """The name under which a tensor came in, for messages."""
-        for name, value in zip(self.parameters, args, strict=False):
-            if value is tensor:
-                return name
-            if isinstance(value, (list, tuple)):
-                for index, item in enumerate(value):
-                    if item is tensor:
-                        return f"{name}[{index}]"
-        return "a tensor that is not among its arguments"
 
 
 class RegionCompiler:
@@ -91,6 +46,7 @@ class RegionCompiler:
         counters: where compilations are planned and counted.
         clock: where compile time is booked, one phase per region; None books nothing.
         progress: a bar to advance at each compilation; None shows nothing.
+        store: where compiled regions are taken from and kept; None keeps none.
     """
 
     def __init__(
@@ -99,8 +55,10 @@ class RegionCompiler:
         counters: CaptureCounters,
         clock: PhaseClock | None = None,
         progress: Progress | None = None,
+        store: RegionStore | None = None,
     ) -> None:
         self.options = options
+        self.store = store if options.backend == "inductor" else None
         self.counters = counters
         self.progress = progress
         self._clock = clock
@@ -160,7 +118,10 @@ class RegionCompiler:
             function.__closure__,
         )
         own.__kwdefaults__ = function.__kwdefaults__
-        return Region(self, name, own, dynamic, variants)
+        region = Region(name, own, dynamic, variants, self._load(name, variants))
+        compiled = self._wrap(region)
+        region.bind_to(lambda *args: self._call(region, compiled, args))
+        return region
 
     def opaque(self, function: Callable[..., object]) -> Callable[..., None]:
         """Make a call that runs as it is, uncompiled, and is recorded as an entry of its own.
@@ -202,6 +163,29 @@ class RegionCompiler:
         finally:
             self._recorder = None
 
+    def _load(self, name: str, variants: int) -> list[LoadedRegion]:
+        if self.store is None:
+            return []
+        return [LoadedRegion(item) for item in self.store.load(name, variants)]
+
+    def _call_loaded(self, region: Region, args: tuple[Any, ...]) -> bool:
+        """Run a stored variant, if one fits the call."""
+        for variant in region.loaded:
+            inner = variant.bind(args)
+            if inner is None or not (variant.is_used or self._may_compile(region)):
+                continue
+            with torch.no_grad(), self._recorder.paused() if self._recorder else nullcontext():
+                if not variant.is_used:
+                    with self._clock.phase("load regions") if self._clock else nullcontext():
+                        variant.function()
+                    self.counters.count_loaded(region.name)
+                    if self.progress is not None:
+                        self.progress.advance()
+                self._add(region, variant.function(), inner, variant.written, args)
+                variant.function()(inner)
+            return True
+        return False
+
     def _wrap(self, region: Region) -> Callable[..., object]:
         if self.options.backend == "none":
             spread = SpreadCall(region.function)
@@ -222,6 +206,8 @@ class RegionCompiler:
         return compiled
 
     def _call(self, region: Region, compiled: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if region.loaded and self._call_loaded(region, args):
+            return
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self._recorder is not None:
@@ -251,7 +237,7 @@ class RegionCompiler:
     def _may_compile(self, region: Region) -> bool:
         if self._frozen or self.options.backend == "none":
             return False
-        return self.counters.compiled_by_region[region.name] < region.variants
+        return self.counters.num_present(region.name) < region.variants
 
     def _enter_compiler(self, stack: ExitStack, region: Region, args: tuple[Any, ...]) -> None:
         arguments = dict(zip(region.parameters, args, strict=True))
@@ -295,12 +281,31 @@ class RegionCompiler:
         if self.progress is not None:
             self.progress.advance()
 
+        index = self.counters.num_present(region.name) - 1
+        is_saved = False
+
         def hook(call: InnerCall) -> None:
+            nonlocal is_saved
             self._record(region, call)
+            if not is_saved and self.store is not None:
+                self._save(self.store, region, index, call)
+            is_saved = True
 
         if self.options.backend == "eager":
             return lower_eager(module, hook)
         return lower_inductor(region.name, module, inputs, hook)
+
+    def _save(self, store: RegionStore, region: Region, index: int, call: InnerCall) -> None:
+        """Keep a compiled variant for the next start, if it can be described."""
+        args = self._current_args
+        try:
+            if not call.code:
+                raise BindingError("its code holds constants of this process")
+            binding = make_binding(args, call.args, call.examples, region.dynamic_leaves(args))
+        except BindingError as error:
+            store.notes.append(f"region {region.name!r} is not stored: {error}")
+            return
+        store.save(region.name, index, StoredRegion(call.code, binding, call.written))
 
     def _record(self, region: Region, call: InnerCall) -> None:
         """Append a call to the recorded program, if its arguments are the caller's own."""
@@ -312,12 +317,23 @@ class RegionCompiler:
                 f"region {region.name!r}: AOTAutograd rebuilds its arguments at run time; some "
                 "that it writes share memory with others"
             )
-        overlap = find_overlap(call.args, call.written)
+        self._add(region, call.function, call.args, call.written, self._current_args)
+
+    def _add(
+        self,
+        region: Region,
+        function: Callable[[list[Any]], object],
+        inner: Sequence[Any],
+        written: frozenset[int],
+        args: Sequence[Any],
+    ) -> None:
+        """Append innermost arguments to the recorded program, if no write meets another."""
+        if self._recorder is None:
+            return
+        overlap = find_overlap(inner, written)
         if overlap is not None:
-            left, right = (
-                region.describe_argument(call.args[i], self._current_args) for i in overlap
-            )
+            left, right = (region.describe_argument(inner[i], args) for i in overlap)
             raise RegionError(
                 f"region {region.name!r} writes {left}, which shares memory with {right}"
             )
-        self._recorder.add(call.function, call.args)
+        self._recorder.add(function, inner)

@@ -1,6 +1,6 @@
 """Counters of compilations and captures, held against their plans.
 
-Owns four numbers and the moment at which start-up declares itself ready. Does not compile or
+Owns the numbers and the moment at which start-up declares itself ready. Does not compile or
 capture. Data flow: regions and the capture driver plan and count here; start-up calls
 `declare_ready`; tests, reports and the engine read `compilations_after_ready` or call
 `check_still`.
@@ -21,6 +21,8 @@ class CaptureCounters:
     """Planned compilations (variants) of each region, by region name."""
     compiled_by_region: dict[str, int] = field(default_factory=dict)
     """Compilations made of each region, by region name."""
+    loaded_by_region: dict[str, int] = field(default_factory=dict)
+    """Compilations that a store replaced, by region name."""
     planned_captures: int = 0
     """Captures that the grids asked for."""
     num_captured: int = 0
@@ -36,6 +38,11 @@ class CaptureCounters:
     def num_compilations(self) -> int:
         """Compilations made so far."""
         return sum(self.compiled_by_region.values())
+
+    @property
+    def num_loaded(self) -> int:
+        """Compilations that a store replaced so far."""
+        return sum(self.loaded_by_region.values())
 
     @property
     def is_ready(self) -> bool:
@@ -62,10 +69,19 @@ class CaptureCounters:
             raise ValueError(f"region {name!r} is registered twice; give the second another name")
         self.planned_by_region[name] = variants
         self.compiled_by_region[name] = 0
+        self.loaded_by_region[name] = 0
 
     def count_compilation(self, name: str) -> None:
         """Count one compilation of a planned region."""
         self.compiled_by_region[name] += 1
+
+    def count_loaded(self, name: str) -> None:
+        """Count one planned compilation that a stored one replaces."""
+        self.loaded_by_region[name] += 1
+
+    def num_present(self, name: str) -> int:
+        """Variants of a region that are compiled or loaded."""
+        return self.compiled_by_region[name] + self.loaded_by_region[name]
 
     def declare_ready(self) -> None:
         """Check both counters against their plans and start watching them.
@@ -74,9 +90,9 @@ class CaptureCounters:
             RuntimeError: names the regions or the captures that differ from the plan.
         """
         wrong = [
-            f"{name} compiled {self.compiled_by_region[name]} of {planned}"
+            f"{name} compiled or loaded {self.num_present(name)} of {planned}"
             for name, planned in self.planned_by_region.items()
-            if self.compiled_by_region[name] != planned
+            if self.num_present(name) != planned
         ]
         if self.num_captured != self.planned_captures:
             wrong.append(f"captured {self.num_captured} of {self.planned_captures} pairs")

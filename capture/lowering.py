@@ -57,6 +57,10 @@ class InnerCall:
     """The tensors and sizes that Dynamo passed for the same call."""
     written: frozenset[int]
     """Indices into args that are written; empty where it is not known."""
+    code: str = ""
+    """The generated module whose `call` is the function; empty where there is none."""
+    examples: Sequence[Any] = ()
+    """The symbolic tensors and sizes that the code was generated for, one for each of args."""
 
 
 CallHook = Callable[[InnerCall], None]
@@ -130,9 +134,12 @@ def lower_inductor(
             raise RegionError(f"region {name!r} computes nothing")
         written = written_inputs(inner)
         innermost = innermost_callable(compiled)
+        # Constants live in the process, not in the generated code.
+        code = "" if compiled.constants or compiled.torchbind_constants else compiled.source_code
+        examples = tuple(example_inputs)
 
         def run(args: list[Any]) -> Any:
-            hook(InnerCall(innermost, args, outer_args[-1], written))
+            hook(InnerCall(innermost, args, outer_args[-1], written, code, examples))
             return compiled(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]

@@ -1,14 +1,17 @@
-"""Trains the embedded model's target: `python -m training.train_target --minutes 60 [--resume]`.
+"""Trains the embedded model's target: `python -m training.train_target --tokens 2000000`.
 
 Owns the schedule, the losses, the router-bias update, the log and the saved states. Data flow:
 build/training/train.npy -> rows -> loss -> update; state to build/training/target.pt, weights to
-configs/tiny/. Everything is a pure function of seed and step, except that `--minutes` measures
-progress by the training clock; `--steps` measures it by steps.
+configs/tiny/. A leg is one cycle of the learning rate over a number of tokens, so that what a run
+does is a function of seed and step alone; `--minutes` only ends the process, and `--start state`
+goes on with the leg.
 """
 
 import argparse
+import csv
+import dataclasses
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from decodegrid.graphs.attention import IndexTrace
-from decodegrid.graphs.checkpoint import save_model
+from decodegrid.graphs.checkpoint import load_model, save_model
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.engram_vocab import compressed_token_classes
 from decodegrid.graphs.model import MoE
@@ -36,17 +39,18 @@ SEED = 20260
 class Plan:
     """What a target run does; lengths in tokens, times in seconds."""
 
-    phases: tuple[tuple[float, int, int], ...] = ((0.0, 4, 512),)
-    """(share of the run at which it starts, rows of a step, tokens of a row); held-out rows have
-    the first phase's shape."""
+    shape: tuple[int, int] = (4, 512)
+    """Rows of a step and tokens of a row; held-out rows have the same."""
+    long_rows: tuple[tuple[int, int], ...] = ((8, 2048), (40, 4096))
+    """(n, length): every n-th step is one row of `length` tokens; the last that fits counts."""
     rates: tuple[float, float] = (4e-3, 3e-3)
     """Peak learning rates of Muon and AdamW."""
     warmup_steps: int = 20
     flat_until: float = 0.5
-    """Share of the run before the linear decay."""
+    """Share of the leg before the linear decay."""
     final_factor: float = 0.02
     dense_until: float = 0.82
-    """Share of the run in which every layer sees every compressed entry."""
+    """Share of the leg in which every layer sees every compressed entry."""
     index_every: int = 4
     """Steps between updates of the indexer while dense; afterwards each step updates it."""
     max_norm: float = 1.0
@@ -60,16 +64,29 @@ class Plan:
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands; saved and restored."""
+    """Where a run stands; saved and restored. A leg's schedule counts from its first token."""
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    history: list[dict[str, float]] = field(default_factory=list)
+    leg_step: int = 0
+    """Steps done when the leg began."""
+    leg_start: int = 0
+    """Tokens seen when the leg began."""
+    leg_tokens: int = 0
+    """Length of the leg in tokens."""
+
+    def begin_leg(self, tokens: int) -> None:
+        """Start a new cycle of the learning rate over `tokens` tokens."""
+        self.leg_step, self.leg_start, self.leg_tokens = self.step, self.tokens, tokens
+
+    def share(self) -> float:
+        """Share of the leg that is done."""
+        return (self.tokens - self.leg_start) / self.leg_tokens
 
 
 def rate_factor(plan: Plan, step: int, share: float) -> float:
-    """Learning rate over its peak at `step`, `share` of the run being done."""
+    """Learning rate over its peak at `step` of a leg, `share` of the leg being done."""
     warm = min(1.0, (step + 1) / plan.warmup_steps)
     late = max(0.0, (share - plan.flat_until) / (1.0 - plan.flat_until))
     return warm * (1.0 - (1.0 - plan.final_factor) * min(late, 1.0))
@@ -119,9 +136,10 @@ class TargetTrainer:
         """`streams`: tokens of "train" and of any number of held-out domains."""
         self.raw, self.plan = raw, plan
         bos = raw["bos_token_id"]
-        self.train_rows = [Rows(streams["train"], phase[2], bos, SEED) for phase in plan.phases]
+        lengths = {plan.shape[1], *(length for _, length in plan.long_rows)}
+        self.train_rows = {n: Rows(streams["train"], n, bos, SEED) for n in sorted(lengths)}
         self.heldout_rows = {
-            name: Rows(stream, plan.phases[0][2], bos, SEED)
+            name: Rows(stream, plan.shape[1], bos, SEED)
             for name, stream in streams.items()
             if name != "train"
         }
@@ -130,23 +148,29 @@ class TargetTrainer:
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         named = [(n, p) for n, p in named if n.rsplit(".", 1)[-1] not in ("bias", "bias_vl")]
         self.optimizer = Optimizer(named, plan.rates)
-        self.fast = FastForward(self.model, compiler, plan.phases[0][1:])
+        self.fast = FastForward(self.model, compiler, plan.shape)
         self.progress = Progress()
 
-    def train_step(self, share: float) -> dict[str, float]:
-        """One update, `share` of the run being done; returns the figures of the log."""
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Ids and targets of a step: short rows, or one long row."""
+        rows, length = self.plan.shape
+        for every, longer in self.plan.long_rows:
+            if step % every == every - 1:
+                rows, length = 1, longer
+        return self.train_rows[length].batch(step * rows, rows)
+
+    def train_step(self) -> dict[str, float]:
+        """One update; returns the figures of the log."""
         plan, progress = self.plan, self.progress
-        begin = time.perf_counter()
+        begin, share = time.perf_counter(), progress.share()
         dense = share < plan.dense_until
         trace = not dense or progress.step % plan.index_every == 0
-        phase = sum(share >= start for start, _, _ in plan.phases) - 1
-        batch = plan.phases[phase][1]
-        ids, targets = self.train_rows[phase].batch(progress.step * batch, batch)
+        ids, targets = self.batch(progress.step)
         output = self.fast(ids, dense=dense, trace_indexer=trace)
         loss = self.fast.mean_loss(output, targets)
         extra = index_loss(output.traces) if trace else torch.zeros(())
         (loss + extra).backward()
-        factor = rate_factor(plan, progress.step, share)
+        factor = rate_factor(plan, progress.step - progress.leg_step, share)
         norm = self.optimizer.step(factor, plan.max_norm)
         speed = plan.bias_rates[progress.step >= plan.bias_steps]
         worst = balance_routers(self.model, self.fast.loads, speed)
@@ -162,11 +186,11 @@ class TargetTrainer:
             "dense": float(dense),
         }
 
-    def heldout(self, rows: int, share: float) -> dict[str, float]:
+    def heldout(self, rows: int) -> dict[str, float]:
         """Mean loss of the first `rows` rows of each held-out domain, in nats per token."""
         result = {}
-        plan = self.plan
-        batch = plan.phases[0][1]
+        plan, share = self.plan, self.progress.share()
+        batch = plan.shape[0]
         for name, stream in self.heldout_rows.items():
             losses = []
             for first in range(0, rows, batch):
@@ -183,7 +207,7 @@ class TargetTrainer:
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "progress": (self.progress.step, self.progress.tokens, self.progress.seconds),
+            "progress": dataclasses.astuple(self.progress),
             "raw": self.raw,
         }
         torch.save(state, path.with_suffix(".tmp"))
@@ -194,23 +218,23 @@ class TargetTrainer:
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        step, tokens, seconds = state["progress"]
-        self.progress = Progress(step, tokens, seconds)
+        self.progress = Progress(*state["progress"])
+
+    def load_weights(self, directory: Path, tokens: int, step: int) -> None:
+        """Continue from exported weights: no optimizer state, so a new leg has to begin."""
+        loaded = load_model(directory)
+        self.model.load_state_dict(loaded.state_dict())
+        self.progress = Progress(step, tokens)
 
 
-def run(
-    trainer: TargetTrainer, *, minutes: float, steps: int, state: Path, export: Path, logs: Path
-) -> None:
-    """Train until the clock or the step count ends the run, logging and saving on the way."""
+def run(trainer: TargetTrainer, *, minutes: float, state: Path, export: Path, logs: Path) -> None:
+    """Train until the leg or the time is over, logging and saving on the way."""
     plan, progress = trainer.plan, trainer.progress
     log, heldout_log = Log(logs / "target.csv"), Log(logs / "target_heldout.csv")
-    saved = time.perf_counter()
+    began = saved = time.perf_counter()
     losses: list[float] = []
-    while True:
-        share = progress.step / steps if steps else progress.seconds / (60.0 * minutes)
-        if share >= 1.0:
-            break
-        figures = trainer.train_step(share)
+    while progress.share() < 1.0 and time.perf_counter() - began < 60.0 * minutes:
+        figures = trainer.train_step()
         losses.append(figures["loss"])
         if progress.step % plan.log_every == 0 or progress.step <= 3:
             row = {"step": progress.step, "tokens": progress.tokens}
@@ -221,19 +245,19 @@ def run(
             log.write(row)
             print(row, flush=True)
         if progress.step % plan.heldout_every == 0:
-            report_heldout(trainer, heldout_log, share)
+            report_heldout(trainer, heldout_log)
         if time.perf_counter() - saved > plan.save_seconds:
             trainer.save(state)
             save_model(trainer.model, export, torch.bfloat16, trainer.raw)
             saved = time.perf_counter()
-    report_heldout(trainer, heldout_log, 1.0)
+    report_heldout(trainer, heldout_log)
     trainer.save(state)
     save_model(trainer.model, export, torch.bfloat16, trainer.raw)
 
 
-def report_heldout(trainer: TargetTrainer, log: Log, share: float) -> None:
+def report_heldout(trainer: TargetTrainer, log: Log) -> None:
     """Measure, log and print the held-out losses."""
-    figures = trainer.heldout(4, share)
+    figures = trainer.heldout(4)
     row = {"step": trainer.progress.step, "tokens": trainer.progress.tokens}
     row |= {name: round(value, 4) for name, value in figures.items()}
     log.write(row)
@@ -243,9 +267,10 @@ def report_heldout(trainer: TargetTrainer, log: Log, share: float) -> None:
 def main() -> int:
     """Command line entry point."""
     parser = argparse.ArgumentParser(description="Train the embedded target model.")
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--steps", type=int, default=0, help="instead of --minutes")
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--tokens", type=int, help="length of a new leg, or of the saved one")
+    parser.add_argument("--minutes", type=float, default=100.0, help="stop and save after these")
+    parser.add_argument("--start", choices=("scratch", "state", "weights"), default="scratch")
+    parser.add_argument("--new-leg", action="store_true", help="with --start state")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--state", type=Path, default=BUILD / "target.pt")
     parser.add_argument("--export", type=Path, default=ROOT / "configs" / "tiny")
@@ -257,17 +282,32 @@ def main() -> int:
     streams = {name: np.load(BUILD / f"{name}.npy") for name in names}
     classes = compressed_token_classes(tokenizer)
     trainer = TargetTrainer(raw, classes, streams, plan, compile_piece)
-    if arguments.resume:
-        trainer.load(arguments.state)
+    begin(trainer, arguments)
     run(
         trainer,
         minutes=arguments.minutes,
-        steps=arguments.steps,
         state=arguments.state,
         export=arguments.export,
         logs=LOGS,
     )
     return 0
+
+
+def begin(trainer: TargetTrainer, arguments: argparse.Namespace) -> None:
+    """Set start values and leg; raises ValueError when a new leg has no length."""
+    if arguments.start == "state":
+        trainer.load(arguments.state)
+    elif arguments.start == "weights":
+        with (LOGS / "target.csv").open(encoding="utf-8") as stream:
+            last = list(csv.DictReader(stream))[-1]
+        trainer.load_weights(arguments.export, int(last["tokens"]), int(last["step"]))
+    progress = trainer.progress
+    if arguments.new_leg or not progress.leg_tokens:
+        if not arguments.tokens:
+            raise ValueError("--tokens is needed: the length of the leg")
+        progress.begin_leg(arguments.tokens)
+    elif arguments.tokens:
+        progress.leg_tokens = arguments.tokens
 
 
 if __name__ == "__main__":

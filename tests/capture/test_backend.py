@@ -62,7 +62,7 @@ def test_counters_equal_plan_and_stay_still(num_pairs):
 
 def test_missing_compilation_fails_start_up():
     _, counters, _, _ = capture_stub(make_grid(9), variants=2)
-    with pytest.raises(RuntimeError, match="add compiled 1 of 2"):
+    with pytest.raises(RuntimeError, match="add compiled or loaded 1 of 2"):
         counters.declare_ready()
     assert not counters.is_ready
 

@@ -1,26 +1,32 @@
 """A short target run: the loss falls, and a resumed run continues exactly."""
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from decodegrid.graphs.attention import IndexTrace
 from decodegrid.graphs.checkpoint import load_model
+from training import train_target
 from training.batches import IGNORED, Rows
 from training.optimizer import orthogonalise
-from training.train_target import Plan, TargetTrainer, index_loss, rate_factor, run
+from training.train_target import Plan, TargetTrainer, begin, index_loss, rate_factor, run
 
 PLAN = Plan(
-    phases=((0.0, 2, 32), (0.5, 1, 64)),
+    shape=(2, 32),
+    long_rows=((4, 64), (8, 128)),
     warmup_steps=2,
     dense_until=0.7,
     index_every=2,
     save_seconds=1e9,
 )
 STEPS = 20
+TOKENS = 1408
+"""Of STEPS steps: 64 each, and 128 in steps 7 and 15."""
 
 
 def make_trainer(make_raw: Callable[..., dict[str, Any]]) -> TargetTrainer:
@@ -35,31 +41,45 @@ def test_loss_falls_and_resume_is_exact(
     make_raw: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     whole = make_trainer(make_raw)
-    losses = [whole.train_step(step / STEPS)["loss"] for step in range(STEPS)]
+    whole.progress.begin_leg(TOKENS)
+    losses = [whole.train_step()["loss"] for _ in range(STEPS)]
     assert losses[-1] < losses[0] - 0.3
+    assert whole.progress.tokens == TOKENS and whole.progress.share() == 1.0
     first = make_trainer(make_raw)
-    for step in range(15):
-        first.train_step(step / STEPS)
+    first.progress.begin_leg(TOKENS)
+    for _ in range(15):
+        first.train_step()
     first.save(tmp_path / "state.pt")
     second = make_trainer(make_raw)
     second.load(tmp_path / "state.pt")
-    rest = [second.train_step(step / STEPS)["loss"] for step in range(15, STEPS)]
+    rest = [second.train_step()["loss"] for _ in range(15, STEPS)]
     assert rest == losses[15:]
-    assert second.progress.tokens == STEPS * 64
+    assert second.progress.tokens == TOKENS
+
+
+def test_every_so_many_steps_is_one_long_row(make_raw: Callable[..., dict[str, Any]]) -> None:
+    trainer = make_trainer(make_raw)
+    shapes = [tuple(trainer.batch(step)[0].shape) for step in range(8)]
+    assert shapes == [(2, 32)] * 3 + [(1, 64)] + [(2, 32)] * 3 + [(1, 128)]
+
+
+def run_leg(trainer: TargetTrainer, directory: Path, minutes: float = 60.0) -> None:
+    """Run to the end of the leg with all files below `directory`."""
+    run(
+        trainer,
+        minutes=minutes,
+        state=directory / "state.pt",
+        export=directory / "export",
+        logs=directory,
+    )
 
 
 def test_run_logs_saves_and_exports(
     make_raw: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     trainer = make_trainer(make_raw)
-    run(
-        trainer,
-        minutes=0,
-        steps=3,
-        state=tmp_path / "state.pt",
-        export=tmp_path / "export",
-        logs=tmp_path,
-    )
+    trainer.progress.begin_leg(3 * 64)
+    run_leg(trainer, tmp_path)
     lines = (tmp_path / "target.csv").read_text().splitlines()
     assert lines[0].startswith("step,tokens,seconds,loss") and len(lines) == 4
     exported = load_model(tmp_path / "export")
@@ -67,6 +87,46 @@ def test_run_logs_saves_and_exports(
         torch.testing.assert_close(
             dict(exported.named_parameters())[name], parameter.detach(), rtol=0.01, atol=1e-3
         )
+
+
+def test_a_leg_goes_on_after_the_time_was_over(
+    make_raw: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    trainer = make_trainer(make_raw)
+    trainer.progress.begin_leg(2 * 64)
+    run_leg(trainer, tmp_path, minutes=0.0)
+    assert trainer.progress.step == 0
+    again = make_trainer(make_raw)
+    again.load(tmp_path / "state.pt")
+    run_leg(again, tmp_path)
+    assert again.progress.step == 2 and again.progress.share() == 1.0
+
+
+def test_new_legs_start_from_state_or_weights(
+    make_raw: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(make_raw)
+    trainer.progress.begin_leg(2 * 64)
+    run_leg(trainer, tmp_path)
+    monkeypatch.setattr(train_target, "LOGS", tmp_path)
+    for start in ("state", "weights"):
+        again = make_trainer(make_raw)
+        arguments = argparse.Namespace(
+            start=start,
+            state=tmp_path / "state.pt",
+            export=tmp_path / "export",
+            tokens=640,
+            new_leg=start == "state",
+        )
+        begin(again, arguments)
+        progress = again.progress
+        assert (progress.leg_start, progress.leg_step, progress.leg_tokens) == (128, 2, 640)
+        torch.testing.assert_close(
+            again.model.embed.weight, trainer.model.embed.weight, rtol=0.01, atol=1e-3
+        )
+    with pytest.raises(ValueError, match="--tokens"):
+        scratch = argparse.Namespace(start="scratch", tokens=None, new_leg=False)
+        begin(make_trainer(make_raw), scratch)
 
 
 def test_index_loss_is_zero_at_the_target_and_only_there() -> None:

@@ -1,0 +1,178 @@
+"""Regions kept on disk: a second start compiles nothing and computes the same bits."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from decodegrid.capture.binding import Binding, BindingError, InnerSource, TensorFacts, make_binding
+from decodegrid.capture.compile import RegionCompiler
+from decodegrid.capture.counters import CaptureCounters
+from decodegrid.capture.lowering import CompileOptions
+from decodegrid.capture.region_store import RegionStore, facts_key
+
+FACTS = {"torch": "1", "code": "abc"}
+
+
+def scale_rows(x: torch.Tensor, parts: list[torch.Tensor], count: torch.Tensor, out: torch.Tensor):
+    """Two symbolic sizes, a list, a size that is only read, and a static width."""
+    total = x * x.shape[1] + count.shape[0]
+    for part in parts:
+        total = total + part.sum(0)
+    out.copy_(total)
+
+
+DYNAMIC = {"x": (0,), "out": (0,), "parts": (0,)}
+
+
+def make_compiler(directory: Path, facts: dict[str, str] = FACTS) -> RegionCompiler:
+    options = CompileOptions("inductor", num_threads=1)
+    return RegionCompiler(options, CaptureCounters(), store=RegionStore(directory, facts))
+
+
+def arguments(rows: int, others: int = 3, width: int = 8) -> tuple:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, width, generator=generator)
+    parts = [torch.randn(others, width, generator=generator) for _ in range(2)]
+    return x, parts, torch.zeros(4), torch.zeros(rows, width)
+
+
+def expected(args: tuple) -> torch.Tensor:
+    x, parts, _, _ = args
+    return x * 8 + 4 + sum(part.sum(0) for part in parts)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> Path:
+    """A directory that one compilation was saved into."""
+    directory = tmp_path_factory.mktemp("store")
+    compiler = make_compiler(directory)
+    region = compiler.region(scale_rows, DYNAMIC)
+    region(*arguments(6, 5))
+    assert compiler.num_compilations == 1 and compiler.store.notes == []
+    return directory
+
+
+def test_second_start_loads_and_fits_all_sizes(stored):
+    compiler = make_compiler(stored)
+    region = compiler.region(scale_rows, DYNAMIC)
+    for rows, others in [(2, 2), (6, 6), (9, 4), (33, 2)]:
+        args = arguments(rows, others)
+        region(*args)
+        torch.testing.assert_close(args[3], expected(args))
+    assert compiler.num_compilations == 0
+    assert compiler.counters.num_loaded == 1
+    compiler.counters.declare_ready()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        arguments(6, 5, width=9),
+        (*arguments(6)[:2], torch.zeros(5), torch.zeros(6, 8)),
+        (arguments(6)[0].double(), *arguments(6)[1:]),
+        (arguments(6)[0], arguments(6)[1][:1], *arguments(6)[2:]),
+        (torch.zeros(8, 6).t(), *arguments(6)[1:]),
+        (*arguments(6)[:3], torch.zeros(7, 8)),
+    ],
+    ids=["width", "read size", "dtype", "list length", "strides", "unequal symbols"],
+)
+def test_what_a_compilation_assumed_is_checked(stored, args):
+    (stored_region,) = RegionStore(stored, FACTS).load("scale_rows", 1)
+    assert stored_region.binding.bind(arguments(6)) is not None
+    assert stored_region.binding.bind(args) is None
+
+
+def test_a_call_that_does_not_fit_is_compiled(stored):
+    compiler = make_compiler(stored)
+    region = compiler.region(scale_rows, DYNAMIC, variants=2)
+    wide = arguments(6, 5, width=9)
+    region(*wide)
+    region(*arguments(6, 5))
+    assert compiler.num_compilations == 1 and compiler.counters.num_loaded == 1
+
+
+def test_other_facts_are_another_place(stored):
+    assert RegionStore(stored, {**FACTS, "torch": "2"}).load("scale_rows", 1) == []
+    assert facts_key(FACTS) == facts_key(dict(reversed(FACTS.items())))
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "format", "text"])
+def test_damaged_files_are_named_and_compiled_again(stored, tmp_path, damage):
+    source = RegionStore(stored, FACTS).path / "scale_rows-0.json"
+    text = source.read_text()
+    outer = json.loads(text)
+    damaged = {
+        "truncate": text[: len(text) // 2],
+        "flip": json.dumps({**outer, "body": outer["body"].replace("8", "9", 1)}),
+        "format": json.dumps({**outer, "format": 0}),
+        "text": "not json",
+    }[damage]
+    store = RegionStore(tmp_path, FACTS)
+    store.path.mkdir()
+    (store.path / "scale_rows-0.json").write_text(damaged)
+    compiler = make_compiler(tmp_path)
+    region = compiler.region(scale_rows, DYNAMIC)
+    assert len(compiler.store.notes) == 1 and "scale_rows-0.json" in compiler.store.notes[0]
+    args = arguments(6, 5)
+    region(*args)
+    torch.testing.assert_close(args[3], expected(args))
+    assert compiler.num_compilations == 1
+    assert len(RegionStore(tmp_path, FACTS).load("scale_rows", 1)) == 1
+
+
+def test_a_place_that_cannot_be_written_is_noted(tmp_path):
+    (tmp_path / "file").write_text("")
+    compiler = make_compiler(tmp_path / "file")
+    args = arguments(6, 5)
+    compiler.region(scale_rows, DYNAMIC)(*args)
+    torch.testing.assert_close(args[3], expected(args))
+    assert any("not saved" in note for note in compiler.store.notes)
+
+
+def test_expressions_of_symbols_and_guards_are_evaluated():
+    facts = (
+        TensorFacts("torch.float32", "cpu", ("s0", 4), (4, 1)),
+        TensorFacts("torch.float32", "cpu", ("5*s0", 4), (4, 1)),
+    )
+    inputs = (InnerSource(0), InnerSource(1), InnerSource(0, "size"))
+    binding = Binding((-1, -1), facts, inputs, ("s0 < 8", "Ne(s0, 6)"))
+    assert binding == Binding.from_json(json.loads(json.dumps(binding.as_json())))
+
+    def fits(rows: int, more: int) -> bool:
+        return binding.bind((torch.zeros(rows, 4), torch.zeros(more, 4))) is not None
+
+    assert fits(3, 15) and fits(7, 35)
+    assert not fits(3, 14) and not fits(8, 40) and not fits(6, 30) and not fits(1, 5)
+    one, two = torch.zeros(3, 4), torch.zeros(15, 4)
+    inner = binding.bind((one, two))
+    assert inner[0] is one and inner[1] is two and inner[2] == 3
+
+
+def read_column(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x * 2)
+
+
+def test_strides_that_are_symbols(tmp_path):
+    """A column of a buffer: the code takes its stride and its offset."""
+    for expected_compilations in (1, 0):
+        compiler = make_compiler(tmp_path)
+        region = compiler.region(read_column, {"x": (0,), "out": (0,)})
+        for rows, width, column in ((4, 5, 2), (6, 9, 1), (3, 4, 3)):
+            x = torch.arange(float(rows * width * 8)).view(rows, width, 8)[:, column]
+            out = torch.zeros(rows, 8)
+            region(x, out)
+            assert torch.equal(out, x * 2)
+        assert compiler.store.notes == []
+        assert compiler.num_compilations == expected_compilations
+
+
+def test_foreign_tensors_and_plain_numbers_are_refused():
+    x = torch.zeros(3)
+    with pytest.raises(BindingError, match="not an argument"):
+        make_binding((x,), (torch.zeros(3),), (x,), {})
+    with pytest.raises(BindingError, match="neither"):
+        make_binding((x, 3), (x,), (x,), {})
+    with pytest.raises(BindingError, match="which no tensor has"):
+        make_binding((x,), (x, 7), (x, 7), {})
