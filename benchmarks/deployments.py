@@ -13,6 +13,7 @@ from decodegrid.configs.load import LoadedConfig, load_config
 from decodegrid.engine.build import build_runner
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.runner import Runner
+from decodegrid.engine.surface_run import make_policy
 from decodegrid.engine.tokenizer import Tokenizer
 
 STEP_KEYS = (GraphKey(1, 1), GraphKey(1, 6), GraphKey(8, 8), GraphKey(8, 48))
@@ -43,25 +44,20 @@ class Deployment:
             self.runner,
             Tokenizer(self.loaded.checkpoint_dir / "tokenizer.json"),
             decode_steps_per_prefill_chunk=config.scheduler.decode_steps_per_prefill_chunk,
-            verify_tokens=config.speculation.verify_tokens,
+            policy=make_policy(self.runner, self.loaded),
         )
 
 
 def load_deployment(path: Path | None, overrides: tuple[str, ...]) -> LoadedConfig:
     """Read the deployment to measure and check that it has what the benchmark compares.
 
-    Raises ConfigError for the file; ValueError for a device other than the CPU, drafts that are
-    not all verified, or a grid without one of STEP_KEYS.
+    Raises ConfigError for the file; ValueError for a device other than the CPU, or a grid without
+    one of STEP_KEYS.
     """
     loaded = load_config(path, overrides)
     config = loaded.config
     if config.model.device != "cpu":
         raise ValueError(f"model.device is {config.model.device}; the benchmark times the CPU only")
-    if config.speculation.verify_tokens != "all":
-        raise ValueError(
-            f"speculation.verify_tokens is {config.speculation.verify_tokens}; "
-            "the benchmark compares a deployment that verifies all drafts"
-        )
     keys = build_grid(
         config.scheduler.max_num_reqs,
         config.speculation.num_draft_tokens,

@@ -27,6 +27,8 @@ class Workload:
     prompts: tuple[tuple[int, ...], ...]
     batch: int
     max_tokens: int
+    temperature: float = TEMPERATURE
+    first_seed: int = FIRST_SEED
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,9 @@ def run_workload(llm: LLM, workload: Workload) -> Run:
         part = workload.prompts[start : start + workload.batch]
         params = [
             SamplingParams(
-                temperature=TEMPERATURE,
+                temperature=workload.temperature,
                 max_tokens=workload.max_tokens,
-                seed=FIRST_SEED + start + index,
+                seed=workload.first_seed + start + index,
             )
             for index in range(len(part))
         ]

@@ -7,7 +7,7 @@ seconds by name, one list for each contender.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import median
 
@@ -26,6 +26,7 @@ from decodegrid.engine.runner_protocol import SlotRequest
 from decodegrid.graphs.decode_step import decode_step
 from decodegrid.graphs.regions import RegionTable, build_regions, plain_regions
 from decodegrid.graphs.state import SlotState
+from decodegrid.graphs.step_weights import store_matrices
 
 STEPS_PER_SAMPLE = 3
 EMPTY_CALLS = 128
@@ -57,8 +58,14 @@ def eager_regions(runner: Runner) -> RegionTable:
 
 
 def eager_runner(runner: Runner, keys: tuple[GraphKey, ...]) -> Runner:
-    """A runner over the same model, state and buffers whose steps run eagerly."""
-    regions, model, buffers = eager_regions(runner), runner.model, runner.buffers
+    """A runner over the same state and buffers whose steps run eagerly.
+
+    Its matrices have the model's dtype: torch has no product of float32 with bfloat16, and widening
+    a matrix at each call would make the eager step look slow.
+    """
+    regions, buffers = eager_regions(runner), runner.buffers
+    wide = store_matrices(runner.model.weights, runner.model.weights.embed.dtype)
+    model = replace(runner.model, weights=wide)
     temperatures = torch.ones(max(runner.num_draft_tokens, 1))
 
     def make(key: GraphKey) -> Callable[[], None]:

@@ -6,6 +6,7 @@ overrides -> one plain tree with a place for each path -> schema -> LoadedConfig
 ConfigError with a line for everything that is wrong.
 """
 
+import codecs
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,14 @@ _MESSAGES = MappingProxyType(
         "too_short": "must have at least one entry",
         "tuple_type": "must be a list",
     }
+)
+
+# UTF-32 first: its little-endian mark begins with that of UTF-16.
+_OTHER_MARKS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
 )
 
 
@@ -98,8 +107,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfi
     `[1, 2]`); for a key that is given twice, the later one counts.
 
     Raises ConfigError, with all that is wrong as `file:line:column: section.key: what` lines, for
-    a missing or unreadable file, YAML syntax, a duplicate or unknown key, a wrong type, a value
-    out of range, or fields that contradict each other.
+    a missing or unreadable file, one that is not UTF-8, YAML syntax, a duplicate or unknown key, a
+    wrong type, a value out of range, or fields that contradict each other.
     """
     path = CONFIGS_DIR / "tiny.yaml" if path is None else Path(path)
     tree = _Tree(path)
@@ -130,7 +139,7 @@ class _Tree:
             data = self.path.read_bytes()
         except OSError as error:
             raise ConfigError([f"{self.path}: cannot read: {error.strerror}"]) from None
-        self.document = parse(data)
+        self.document = parse(_decode(self.path, data))
         for problem in self.document.problems:
             place = f"{self.path}:{problem.mark.line}:{problem.mark.column}"
             self.errors.append(f"{place}: {problem.message}")
@@ -217,6 +226,22 @@ class _Tree:
             return FROM_SET
         mark = self.document.key_marks.get(path)
         return FROM_DEFAULT if mark is None else f"{self.path.name}:{mark.line}"
+
+
+def _decode(path: Path, data: bytes) -> str:
+    """The text of a file, which is UTF-8; a byte order mark of UTF-8 is dropped."""
+    for mark, name in _OTHER_MARKS:
+        if data.startswith(mark):
+            raise ConfigError([f"{path}: is {name} text (byte order mark); save it as UTF-8"])
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is 0x{data[error.start]:02x}"
+        raise ConfigError([f"{path}: not UTF-8 text ({byte}); save it as UTF-8"]) from None
+    if "\0" in text:  # UTF-16 without a mark has one beside every ASCII character
+        byte = f"byte {data.index(0)} is 0x00"
+        raise ConfigError([f"{path}: not UTF-8 text ({byte}); save it as UTF-8"])
+    return text
 
 
 def _dotted(path: NodePath) -> str:

@@ -26,8 +26,14 @@ def _as_tuple(value: object) -> object:
 def _check_verify_tokens(value: object) -> object:
     """One message for the union, where pydantic would report each of its branches."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value != "all" and not is_count:
-        raise ValueError('must be "all" or a whole number >= 1')
+    if value not in ("scheduled", "all") and not is_count:
+        raise ValueError('must be "scheduled", "all" or a whole number >= 1')
+    return value
+
+
+def _check_top_k(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("must be -1 (all tokens) or at least 1")
     return value
 
 
@@ -48,6 +54,11 @@ GridSizes = Annotated[
     tuple[Annotated[int, Field(ge=1)], ...],
     BeforeValidator(_as_tuple),
     AfterValidator(_ascending),
+]
+
+
+DraftTemperatures = Annotated[
+    tuple[Annotated[float, Field(gt=0.0)], ...], BeforeValidator(_as_tuple)
 ]
 
 
@@ -133,6 +144,18 @@ class CacheSection(Section):
         return value
 
 
+class ConfidenceTemperatures(Section):
+    """Divisors of the confidence head's logits, one for each draft, above 0; below 1e-5 they act
+    as 1e-5. How often a draft is accepted depends on how it is verified, so each way has its own.
+    """
+
+    coupled: DraftTemperatures = ()
+    """K numbers for `verify: coupled`; empty for 1.0 each."""
+
+    rejection: DraftTemperatures = ()
+    """K numbers for `verify: rejection`; empty for 1.0 each."""
+
+
 class SpeculationSection(Section):
     """Drafts and their verification."""
 
@@ -140,10 +163,44 @@ class SpeculationSection(Section):
     """Drafts offered for each request and step, K, 0 to 16; 0 decodes without a drafter."""
 
     verify_tokens: Annotated[
-        Literal["all"] | Annotated[int, Field(ge=1)], BeforeValidator(_check_verify_tokens)
-    ] = "all"
-    """Most query tokens verified in one step over all its requests, 1 to max_num_reqs * (K + 1);
-    each request keeps its one token below that too. "all" verifies every draft."""
+        Literal["scheduled", "all"] | Annotated[int, Field(ge=1)],
+        BeforeValidator(_check_verify_tokens),
+    ] = "scheduled"
+    """Query tokens of one step over all its requests. "scheduled": as many as the measured step
+    times and the drafts' survival rates say emit most tokens a millisecond. "all": every draft. A
+    number: at most so many, 1 to max_num_reqs * (K + 1); each request keeps its one token."""
+
+    budget_rates: Literal["delayed", "fresh"] = "delayed"
+    """Survival rates that a scheduled total comes from. "delayed": of the step before last, which
+    keeps rejection sampling exact. "fresh": of the last step, for `verify: coupled` only."""
+
+    verify: Literal["coupled", "rejection"] = "coupled"
+    """"coupled": drafter and target draw with the same noise, and what is emitted does not depend
+    on drafts, batch or budget. "rejection": a draft is kept as often as the distributions allow;
+    it keeps K * vocabulary numbers for each request. Temperature 0 gives the same text in both."""
+
+    confidence_temperatures: ConfidenceTemperatures = ConfidenceTemperatures()
+    """Calibration of the drafter's confidences for each way to verify."""
+
+    @property
+    def draft_temperatures(self) -> tuple[float, ...]:
+        """The K divisors of the chosen way to verify, with the empty list and the floor
+        resolved."""
+        given: tuple[float, ...] = getattr(self.confidence_temperatures, self.verify)
+        return tuple(max(value, 1e-5) for value in given) or (1.0,) * self.num_draft_tokens
+
+
+class SurfaceSection(Section):
+    """How the step times of the captured pairs are measured for the verify budget."""
+
+    context_len: Annotated[int, Field(ge=1)] = 256
+    """Tokens in each row's context while measuring, at least 1; as many as fit the length limit."""
+
+    repeats: Annotated[int, Field(ge=0, le=1000)] = 5
+    """Timed replays of each pair at start-up, 0 to 1000; 0 takes a kept surface or none."""
+
+    max_age_s: Annotated[int, Field(ge=0)] = 86400
+    """Seconds for which a kept surface serves later starts, at least 0."""
 
 
 class GridSection(Section):
@@ -179,6 +236,12 @@ class SamplingSection(Section):
     max_tokens: Annotated[int, Field(ge=1)] = 128
     """Most tokens to emit for a prompt, at least 1."""
 
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of the distribution whose most probable tokens are drawn from, above 0 to 1 (all)."""
+
+    top_k: Annotated[int, AfterValidator(_check_top_k)] = -1
+    """Number of most probable tokens that are drawn from, at least 1; -1 for all."""
+
 
 class DeploymentConfig(Section):
     """One deployment. Raises pydantic.ValidationError; configs/load.py adds file and line."""
@@ -190,6 +253,7 @@ class DeploymentConfig(Section):
     scheduler: SchedulerSection = SchedulerSection()
     cache: CacheSection = CacheSection()
     speculation: SpeculationSection = SpeculationSection()
+    surface: SurfaceSection = SurfaceSection()
     grid: GridSection = GridSection()
     compile: CompileSection = CompileSection()
     sampling: SamplingSection = SamplingSection()
@@ -248,7 +312,7 @@ class DeploymentConfig(Section):
                 )
             )
         verify = self.speculation.verify_tokens
-        if verify != "all" and verify > self.max_num_query_tokens:
+        if isinstance(verify, int) and verify > self.max_num_query_tokens:
             problems.append(
                 (
                     "speculation.verify_tokens",
@@ -257,6 +321,24 @@ class DeploymentConfig(Section):
                     f"got {verify}",
                 )
             )
+        if self.speculation.verify == "rejection" and self.speculation.budget_rates == "fresh":
+            problems.append(
+                (
+                    "speculation.budget_rates",
+                    'must be "delayed" with speculation.verify = rejection, whose distribution '
+                    'the newest rates would change, got "fresh"',
+                )
+            )
+        for mode in ConfidenceTemperatures.model_fields:
+            given = getattr(self.speculation.confidence_temperatures, mode)
+            if given and len(given) != drafts:
+                problems.append(
+                    (
+                        f"speculation.confidence_temperatures.{mode}",
+                        f"must be empty or have speculation.num_draft_tokens = {drafts} numbers, "
+                        f"got {len(given)}",
+                    )
+                )
         if problems:
             raise CrossFieldError(tuple(problems))
         return self

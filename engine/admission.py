@@ -7,6 +7,7 @@ alone on the device, so that the scheduler never has to fail one later.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.request import Request
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.runner_protocol import MAX_STOP_TOKEN_IDS, StepRunner
@@ -38,6 +39,19 @@ class EngineLimits:
             num_blocks=runner.num_blocks,
             prefill_chunk_size=runner.prefill_chunk_sizes[-1],
             vocab_size=runner.vocab_size,
+        )
+
+    @classmethod
+    def of_deployment(cls, config: DeploymentConfig, vocab_size: int) -> "EngineLimits":
+        """The limits of a runner that is not built yet."""
+        return cls(
+            num_draft_tokens=config.speculation.num_draft_tokens,
+            max_num_reqs=config.scheduler.max_num_reqs,
+            max_model_len=config.scheduler.max_model_len,
+            block_size=config.cache.block_size,
+            num_blocks=config.num_blocks,
+            prefill_chunk_size=config.scheduler.prefill_chunk_sizes[-1],
+            vocab_size=vocab_size,
         )
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -93,6 +107,8 @@ def build_request(
         temperature=float(params.temperature),
         seed=seed,
         stop_token_ids=stop_token_ids,
+        top_p=float(params.top_p),
+        top_k=params.top_k,
     )
 
 

@@ -4,6 +4,7 @@ Owns the order of start-up and its phase table. Data flow: config -> model -> pa
 and buffers -> regions -> one captured graph per pair and prefill size -> Runner.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +19,11 @@ from decodegrid.capture.cuda import CudaBackend
 from decodegrid.capture.grid import GraphKey, Grid, build_grid
 from decodegrid.capture.lowering import Backend, CompileOptions
 from decodegrid.capture.phases import PhaseClock, Progress
+from decodegrid.capture.region_store import RegionStore
 from decodegrid.configs.load import LoadedConfig
+from decodegrid.engine.cache_leftovers import remove_leftovers
+from decodegrid.engine.deployment_check import capacity_of, check_model, check_settings
+from decodegrid.engine.region_facts import region_facts
 from decodegrid.engine.runner import PrefillKey, Runner
 from decodegrid.graphs.checkpoint import load_model
 from decodegrid.graphs.decode_step import decode_step
@@ -36,9 +41,6 @@ DTYPES = MappingProxyType(
     {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 )
 
-MAX_NGRAM = 4
-"""Slot state holds three earlier tokens, which serves n-grams of up to four."""
-
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
@@ -55,30 +57,6 @@ class RunnerOptions:
     show_progress: bool
     native_cache_dir: Path | None = None
     """Where the native CPU kernels are built; None leaves plain torch behind the ops."""
-
-
-def check_model(config: ModelConfig, capacity: Capacity) -> None:
-    """Refuse deployments that this model cannot serve, naming both sides."""
-    if config.engram_layer_ids and config.engram_max_ngram_size > MAX_NGRAM:
-        raise ValueError(
-            f"engram_max_ngram_size is {config.engram_max_ngram_size}; "
-            f"at most {MAX_NGRAM} is supported"
-        )
-    if capacity.num_draft_tokens > 0 and config.num_nextn_predict_layers == 0:
-        raise ValueError(
-            f"speculation.num_draft_tokens is {capacity.num_draft_tokens}, but the checkpoint has "
-            "no drafter (num_nextn_predict_layers is 0)"
-        )
-    if capacity.num_draft_tokens > config.dspark_block_size:
-        raise ValueError(
-            f"speculation.num_draft_tokens is {capacity.num_draft_tokens}; the drafter's "
-            f"dspark_block_size allows at most {config.dspark_block_size}"
-        )
-    if capacity.max_model_len > config.max_position_embeddings:
-        raise ValueError(
-            f"scheduler.max_model_len is {capacity.max_model_len}; the checkpoint's "
-            f"max_position_embeddings is {config.max_position_embeddings}"
-        )
 
 
 def make_regions(
@@ -128,13 +106,30 @@ def capture_graphs(
     return decode, {key.num_tokens: graph for key, graph in prefill.items()}
 
 
+def storage_dtype(options: RunnerOptions) -> torch.dtype | None:
+    """What matrices are stored in beside the model's dtype; None for that dtype itself."""
+    # The native kernel reads bfloat16 under float32; plain regions would widen at every call.
+    native = options.device == "cpu" and options.compile_options.backend != "none"
+    return torch.bfloat16 if native and options.dtype == torch.float32 else None
+
+
+def start_up_report(clock: PhaseClock, counters: CaptureCounters, notes: Sequence[str]) -> str:
+    """Phases, what the region store could not do, and the two counters."""
+    ready = (
+        f"ready: {counters.num_compilations} compilations, {counters.num_loaded} regions from the "
+        f"cache, {counters.num_captured} captured graphs"
+    )
+    return "\n".join([clock.format(), *notes, ready])
+
+
 def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) -> Runner:
     """A ready runner for a loaded model; both counters equal their plans when it returns."""
     config, capacity = model.config, options.capacity
     check_model(config, capacity)
     options.grid.check_coverage()
     with clock.phase("allocate"), torch.no_grad():
-        weights = pack_weights(model, with_drafter=capacity.num_draft_tokens > 0)
+        storage = storage_dtype(options)
+        weights = pack_weights(model, with_drafter=capacity.num_draft_tokens > 0, storage=storage)
         state = allocate_state(config, capacity, options.dtype, options.device)
         chunk = max(options.prefill_chunk_sizes)
         buffers = allocate_buffers(config, capacity, chunk, options.dtype, options.device)
@@ -143,7 +138,17 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
         with clock.phase("native kernels"):
             install_native_kernels(options.native_cache_dir)
     counters = CaptureCounters()
-    compiler = RegionCompiler(options.compile_options, counters, clock)
+    facts = region_facts(
+        config,
+        capacity,
+        options.compile_options,
+        options.dtype,
+        options.device,
+        weights.head.dtype,
+    )
+    cache_dir = options.compile_options.cache_dir
+    store = None if cache_dir is None else RegionStore(cache_dir, facts)
+    compiler = RegionCompiler(options.compile_options, counters, clock, store=store)
     regions = make_regions(config, capacity, compiler, options.compile_options.backend)
     backend: CaptureBackend = (
         CudaBackend(torch.device("cuda")) if options.device == "cuda" else CpuBackend(compiler)
@@ -163,11 +168,8 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
     compiler.freeze()
     counters.declare_ready()
     clock.stop()
-    report = (
-        f"{clock.format()}\nready: {counters.num_compilations} compilations, "
-        f"{counters.num_captured} captured graphs"
-    )
-    return Runner(step_model, buffers, options.grid, decode, prefill, counters, report)
+    report = start_up_report(clock, counters, store.notes if store is not None else ())
+    return Runner(step_model, buffers, options.grid, decode, prefill, counters, report, facts)
 
 
 def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runner:
@@ -178,17 +180,13 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
     config = loaded.config
     dtype = DTYPES[config.model.dtype]
     clock = PhaseClock() if clock is None else clock
+    check_settings(loaded)
+    remove_leftovers(loaded.cache_dir)
     torch.set_num_threads(config.model.num_threads)
     with clock.phase("load"):
         model = load_model(loaded.checkpoint_dir, config.model.device, dtype)
     drafts = config.speculation.num_draft_tokens
-    capacity = Capacity(
-        config.scheduler.max_num_reqs + 1,
-        config.num_blocks,
-        config.cache.block_size,
-        config.scheduler.max_model_len,
-        drafts,
-    )
+    capacity = capacity_of(config)
     grid = build_grid(
         config.scheduler.max_num_reqs,
         drafts,
@@ -204,7 +202,7 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
         compile_options=CompileOptions(
             config.compile.backend, loaded.cache_dir, config.model.num_threads
         ),
-        draft_temperatures=(1.0,) * max(drafts, 1),
+        draft_temperatures=config.speculation.draft_temperatures or (1.0,),
         show_progress=config.compile.progress,
         native_cache_dir=loaded.cache_dir if config.model.device == "cpu" else None,
     )

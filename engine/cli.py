@@ -2,7 +2,8 @@
 
 Owns the command line's grammar and what becomes of an error: one line on standard error and exit
 status 2 for what a user can cause, 130 after Ctrl-C, 141 when the reader of the output has gone.
-The subcommands do the work in cli_generate.py, cli_chat.py and cli_config.py.
+The subcommands do the work in cli_generate.py, cli_chat.py,
+cli_config.py and cli_profile.py.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.cli_chat import add_chat_parser
 from decodegrid.engine.cli_config import add_config_parser
 from decodegrid.engine.cli_generate import add_generate_parser
+from decodegrid.engine.cli_profile import add_profile_parser
 from decodegrid.engine.llm import LLM
 
 EXIT_OK = 0
@@ -46,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_generate_parser(commands)
     add_chat_parser(commands)
     add_config_parser(commands)
+    add_profile_parser(commands)
     return parser
 
 

@@ -15,6 +15,7 @@ from decodegrid.engine.cli_options import (
     sampling_from_options,
 )
 from decodegrid.engine.llm import LLM
+from decodegrid.engine.prompt_check import check_conversation
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.tokenizer import ChatMessage
@@ -39,21 +40,36 @@ def _chat(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) ->
     loaded = load_from_options(args)
     params = sampling_from_options(args, loaded)
     opening = [] if args.system is None else [ChatMessage("system", args.system)]
-    llm = build_llm(loaded)
     interactive = sys.stdin.isatty()
+    # A person types after the start-up, but from a pipe the first message is there before it.
+    line = "" if interactive else _read_first_message()
+    if line is None:
+        return 0
+    # Without a message yet, an empty one stands for it: it is shorter than any other.
+    check_conversation(loaded, [*opening, ChatMessage("user", line)], params)
+    llm = build_llm(loaded)
     if interactive:
         print(_HELP, file=sys.stderr)
+        line = _read_line(interactive)
     messages = list(opening)
     try:
-        while (line := _read_line(interactive)) is not None and line != "/exit":
+        while line is not None and line != "/exit":
             if line == "/clear":
                 messages = list(opening)
             elif line:
                 _take_turn(llm, messages, line, params, interactive)
+            line = _read_line(interactive)
     finally:
         if not args.no_report and llm.stats.num_decode_steps:
-            print(llm.stats.report(), file=sys.stderr)
+            print(llm.report(), file=sys.stderr)
     return 0
+
+
+def _read_first_message() -> str | None:
+    """The first line that is for the model, or None where the talk ends without one."""
+    while (line := _read_line(interactive=False)) in ("", "/clear"):
+        pass
+    return None if line == "/exit" else line
 
 
 def _read_line(interactive: bool) -> str | None:

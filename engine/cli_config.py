@@ -1,6 +1,7 @@
 """`decodegrid config show` and `decodegrid config check`.
 
-Owns how a deployment is printed. Loads no model and imports no torch.
+Owns how a deployment is printed. `show` needs neither checkpoint nor torch; `check` refuses what
+start-up would refuse before it compiles, and loads no weights.
 """
 
 import argparse
@@ -19,7 +20,9 @@ def add_config_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     )
     add_config_options(show)
     show.set_defaults(run=_show)
-    check = actions.add_parser("check", help="say whether it is valid", allow_abbrev=False)
+    check = actions.add_parser(
+        "check", help="say whether it fits its checkpoint and this machine", allow_abbrev=False
+    )
     add_config_options(check)
     check.set_defaults(run=_check)
 
@@ -34,5 +37,10 @@ def _show(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) ->
 
 
 def _check(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -> int:
-    print(f"{load_from_options(args).path}: ok")
+    loaded = load_from_options(args)
+    # Imported here: the other commands check their arguments before torch is loaded.
+    from decodegrid.engine.deployment_check import check_deployment
+
+    check_deployment(loaded)
+    print(f"{loaded.path}: ok")
     return 0

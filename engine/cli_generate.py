@@ -17,6 +17,7 @@ from decodegrid.engine.cli_options import (
     sampling_from_options,
 )
 from decodegrid.engine.llm import LLM
+from decodegrid.engine.prompt_check import check_prompts
 from decodegrid.engine.request import StreamOutput
 from decodegrid.engine.request_error import RequestError
 
@@ -44,12 +45,13 @@ def _generate(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]
     loaded = load_from_options(args)
     params = sampling_from_options(args, loaded)
     prompts = _read_prompts(args)
+    check_prompts(loaded, prompts, params)  # before the start-up, which takes a while
     llm = build_llm(loaded)
     try:
         _print_outputs(llm.stream(prompts, params), prompts)
     finally:
         if not args.no_report and llm.stats.num_decode_steps:
-            for report in (llm.start_up_report, llm.stats.report()):
+            for report in (llm.start_up_report, llm.report()):
                 print(report, file=sys.stderr)
     return 0
 
@@ -67,7 +69,6 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts:
         for index, prompt in enumerate(args.prompts):
             if not prompt:
-                # Before the start-up, which takes a while.
                 where = f"prompt {index}: " if len(args.prompts) > 1 else ""
                 raise RequestError(f"{where}the prompt is empty; it needs at least 1 character")
         return list(args.prompts)

@@ -31,6 +31,19 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="tokens at most (default: the deployment's)"
     )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the most probable tokens that hold this share, above 0 to 1 (all) "
+        "(default: the deployment's)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        metavar="N",
+        help="draw from the N most probable tokens, -1 for all (default: the deployment's)",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="default: a new one each time")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
     parser.add_argument(
@@ -50,5 +63,7 @@ def sampling_from_options(args: argparse.Namespace, loaded: LoadedConfig) -> Sam
         temperature=defaults.temperature if args.temperature is None else args.temperature,
         max_tokens=defaults.max_tokens if args.max_tokens is None else args.max_tokens,
         seed=args.seed,
+        top_p=defaults.top_p if args.top_p is None else args.top_p,
+        top_k=defaults.top_k if args.top_k is None else args.top_k,
         ignore_eos=args.ignore_eos,
     )

@@ -10,6 +10,7 @@ from decodegrid.engine.request import Request
 from decodegrid.engine.runner_protocol import StepRunner
 from decodegrid.engine.scheduler import DecodeStep, PrefillStep, Scheduler, TokenUpdate
 from decodegrid.engine.stats import EngineStats
+from decodegrid.engine.verify_policy import StepDone
 
 
 class EngineLoop:
@@ -35,6 +36,7 @@ class EngineLoop:
 
     def step(self) -> list[TokenUpdate]:
         """Run the next step, if there is one; return what it committed."""
+        began = perf_counter()
         plan = self.scheduler.schedule()
         self._stop_slots()
         for request in plan.started:
@@ -45,7 +47,7 @@ class EngineLoop:
             self._prefill(plan.step)
             return []
         if isinstance(plan.step, DecodeStep):
-            return self._decode(plan.step)
+            return self._decode(plan.step, began)
         return []
 
     def _prefill(self, step: PrefillStep) -> None:
@@ -63,20 +65,28 @@ class EngineLoop:
         if started is not None:
             self._start(started)
 
-    def _decode(self, step: DecodeStep) -> list[TokenUpdate]:
+    def _decode(self, step: DecodeStep, step_began: float) -> list[TokenUpdate]:
+        """Run a decode step; `step_began`: when its scheduling began."""
         slots = [request.slot for request in step.requests]
         fresh = [request.fresh for request in step.requests]
         began = perf_counter()
         result = self.runner.decode(slots, step.num_query_tokens)
-        seconds = perf_counter() - began
+        ended = perf_counter()
+        seconds = ended - began
         updates = self.scheduler.complete_decode(step, result)
         self._stop_slots()
         num_emitted = sum(len(update.token_ids) for update in updates)
         self.stats.record_decode(result, step.num_offered, fresh, num_emitted, seconds)
+        policy = self.scheduler.policy
+        policy.record_rates(slots, result.confidence)
+        host_seconds = began - step_began + perf_counter() - ended
+        emitted = int(result.num_emitted.sum())
+        policy.record_step(StepDone(result.key, len(slots), emitted, seconds, host_seconds))
         return updates
 
     def _start(self, request: Request) -> None:
         self.runner.start(request.slot, request.slot_request(), request.block_ids)
+        self.scheduler.policy.start(request.slot)
 
     def _stop_slots(self) -> None:
         for slot in self.scheduler.take_stopped_slots():

@@ -2,13 +2,16 @@
 
 Owns the parts of one deployment (tokenizer, runner, scheduler, loop) and the open requests. Holds
 no model code. A call checks all its prompts, queues them, steps the engine until they have ended,
-and takes back whatever is left when the caller stops early. One thread may use an LLM.
+and takes back whatever is left when the caller stops early. One thread may use an LLM. close()
+gives its memory back, at once and not when Python comes to it.
 """
 
+import gc
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from decodegrid.configs.load import LoadedConfig, load_config
 from decodegrid.configs.schema import DeploymentConfig
@@ -19,18 +22,23 @@ from decodegrid.engine.request import RequestOutput, StreamOutput
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.runner_protocol import StepRunner
 from decodegrid.engine.sampling_params import SamplingParams
-from decodegrid.engine.scheduler import Scheduler, VerifyTokens
+from decodegrid.engine.scheduler import Scheduler
 from decodegrid.engine.stats import EngineStats
 from decodegrid.engine.tokenizer import Tokenizer
+from decodegrid.engine.verify_policy import FixedVerify, VerifyPolicy
 
 Prompt = str | Sequence[int]
 """Text, which gets the begin-of-sentence token, or token ids, which are taken as they are."""
 
 _SEED_BITS = 63
+_CLOSED = "this LLM is closed; make a new one"
 
 
 class LLM:
-    """A model that is ready to decode."""
+    """A model that is ready to decode; as a context manager it is closed at the end.
+
+    After close(), generate, stream and abort raise RuntimeError; stats and report() still answer.
+    """
 
     def __init__(self, config: str | Path | LoadedConfig | DeploymentConfig | None = None) -> None:
         """Load, compile and capture a deployment.
@@ -41,14 +49,17 @@ class LLM:
         """
         # Imported here: the scheduler, the tokenizer and the command line work without torch.
         from decodegrid.engine.build import build_runner
+        from decodegrid.engine.deployment_check import check_before_start
+        from decodegrid.engine.surface_run import make_policy
 
         loaded = _load(config)
-        tokenizer = Tokenizer(loaded.checkpoint_dir / "tokenizer.json")
+        tokenizer = check_before_start(loaded)
+        runner = build_runner(loaded)
         self._set_up(
-            build_runner(loaded),
+            runner,
             tokenizer,
             loaded.config.scheduler.decode_steps_per_prefill_chunk,
-            loaded.config.speculation.verify_tokens,
+            make_policy(runner, loaded),
         )
 
     @classmethod
@@ -58,11 +69,12 @@ class LLM:
         tokenizer: Tokenizer,
         *,
         decode_steps_per_prefill_chunk: int = 4,
-        verify_tokens: VerifyTokens = "all",
+        policy: VerifyPolicy | None = None,
     ) -> "LLM":
-        """An LLM around a runner that is ready."""
+        """An LLM around a runner that is ready; policy None verifies every draft."""
         llm = cls.__new__(cls)
-        llm._set_up(runner, tokenizer, decode_steps_per_prefill_chunk, verify_tokens)
+        policy = FixedVerify() if policy is None else policy
+        llm._set_up(runner, tokenizer, decode_steps_per_prefill_chunk, policy)
         return llm
 
     def _set_up(
@@ -70,13 +82,9 @@ class LLM:
         runner: StepRunner,
         tokenizer: Tokenizer,
         decode_steps_per_prefill_chunk: int,
-        verify_tokens: VerifyTokens,
+        policy: VerifyPolicy,
     ) -> None:
-        if tokenizer.vocab_size > runner.vocab_size:
-            raise ValueError(
-                f"{tokenizer.path}: {tokenizer.vocab_size} tokens, "
-                f"but the model's vocabulary has {runner.vocab_size}"
-            )
+        tokenizer.check_vocabulary(runner.vocab_size)
         self.tokenizer = tokenizer
         self.start_up_report = runner.start_up_report
         self.limits = EngineLimits.of(runner)
@@ -84,11 +92,46 @@ class LLM:
         self.scheduler = Scheduler(
             self.limits,
             decode_steps_per_prefill_chunk=decode_steps_per_prefill_chunk,
-            verify_tokens=verify_tokens,
+            policy=policy,
         )
-        self._loop = EngineLoop(runner, self.scheduler, self.stats)
+        self._open_loop: EngineLoop | None = EngineLoop(runner, self.scheduler, self.stats)
         self._streams: dict[str, OutputStream] = {}
         self._num_requests = 0
+
+    def __enter__(self) -> Self:
+        if self._open_loop is None:
+            raise RuntimeError(_CLOSED)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free weights, state and captured graphs; may be called again.
+
+        Open requests end with finish reason "abort": their streams still give the pieces that were
+        not taken, and that last one.
+        """
+        if self._open_loop is None:
+            return
+        try:
+            for request_id in list(self._streams):
+                self.abort(request_id)
+        finally:
+            self._open_loop = None
+            self.stats.let_go()
+            gc.collect()  # steps, buffers and compiled regions refer to each other in circles
+
+    @property
+    def _loop(self) -> EngineLoop:
+        if self._open_loop is None:
+            raise RuntimeError(_CLOSED)
+        return self._open_loop
 
     def generate(
         self,
@@ -121,6 +164,10 @@ class LLM:
         """
         return self._run_streams(self._build_streams(prompts, sampling_params))
 
+    def report(self) -> str:
+        """What was done so far and how the verify budget stands, one fact a line."""
+        return "\n".join([*self.scheduler.policy.status(), self.stats.report()])
+
     def abort(self, request_id: str) -> bool:
         """End an open request now with finish reason "abort"; False when none has that id."""
         request = self._loop.abort(request_id)
@@ -149,9 +196,10 @@ class LLM:
             self._streams[update.request.request_id].add(update.token_ids)
 
     def _open(self, streams: list[OutputStream]) -> None:
+        loop = self._loop
         for stream in streams:
             self._streams[stream.request.request_id] = stream
-            self._loop.add(stream.request)
+            loop.add(stream.request)
 
     def _close(self, streams: list[OutputStream]) -> None:
         """Forget requests; those that have not ended are aborted."""
@@ -166,6 +214,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[OutputStream]:
         """Check everything and build the requests; nothing is queued."""
+        if self._open_loop is None:
+            raise RuntimeError(_CLOSED)
         texts_or_ids = _as_prompt_list(prompts)
         params_list = _as_params_list(sampling_params, len(texts_or_ids))
         streams = []

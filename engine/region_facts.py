@@ -44,8 +44,12 @@ def region_facts(
     options: CompileOptions,
     dtype: torch.dtype,
     device: str,
+    storage: torch.dtype,
 ) -> dict[str, str]:
-    """Facts by name, for `decodegrid.capture.region_store.RegionStore`."""
+    """Facts by name, for `decodegrid.capture.region_store.RegionStore`.
+
+    storage: dtype of the packed matrices, which depends on the weights' values.
+    """
     model = hashlib.sha256(repr(config).encode()).hexdigest()[:16]
     return {
         "code": code_hash(Path(__file__).resolve().parent.parent),
@@ -57,6 +61,7 @@ def region_facts(
         "model": model,
         "capacity": repr(capacity),
         "dtype": str(dtype),
+        "storage": str(storage),
         "device": device,
         "threads": str(options.num_threads),
     }

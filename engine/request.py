@@ -54,6 +54,8 @@ class Request:
         "stop_token_ids",
         "temperature",
         "token_ids",
+        "top_k",
+        "top_p",
     )
 
     def __init__(
@@ -65,6 +67,8 @@ class Request:
         temperature: float,
         seed: int,
         stop_token_ids: tuple[int, ...],
+        top_p: float = 1.0,
+        top_k: int = -1,
     ) -> None:
         """max_seq_len: prompt and output tokens at which the request ends ("length")."""
         self.request_id = request_id
@@ -74,6 +78,8 @@ class Request:
         self.temperature = temperature
         self.seed = seed
         self.stop_token_ids = stop_token_ids
+        self.top_p = top_p
+        self.top_k = top_k
         self.status = RequestStatus.WAITING
         self.order = 0
         """Place in the order of arrival; ties are broken with it."""
@@ -134,6 +140,8 @@ class Request:
             temperature=self.temperature,
             seed=self.seed,
             stop_token_ids=self.stop_token_ids,
+            top_p=self.top_p,
+            top_k=self.top_k,
         )
 
 

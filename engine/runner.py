@@ -5,8 +5,9 @@ and token counts; knows no requests. Data flow: the engine's loop calls prefill 
 each fills a few static inputs, replays one captured graph and reads a few static outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class HostMirror:
         on_host = tensor.device.type == "cpu"
         self._staging = None if on_host else torch.zeros_like(tensor, device="cpu").pin_memory()
         source = tensor if self._staging is None else self._staging
-        self.array: NDArray[np.int64] = source.numpy()
+        self.array: NDArray[Any] = source.numpy()
 
     def push(self) -> None:
         """Make what the host wrote visible to the device."""
@@ -70,10 +71,14 @@ class Runner:
         prefill_graphs: dict[int, CapturedGraph],
         counters: CaptureCounters,
         start_up_report: str = "",
+        facts: Mapping[str, str] | None = None,
     ) -> None:
+        """facts: what the captured code and its speed depend on, by name."""
         capacity = model.state.capacity
         self.model, self.buffers, self.grid, self.counters = model, buffers, grid, counters
-        self._decode_graphs, self._prefill_graphs = decode_graphs, prefill_graphs
+        self.decode_graphs: Mapping[GraphKey, CapturedGraph] = decode_graphs
+        self._prefill_graphs = prefill_graphs
+        self.facts = dict(facts or {})
         self.num_draft_tokens = capacity.num_draft_tokens
         self.max_num_reqs = capacity.num_slots - 1
         self.max_model_len = capacity.max_model_len
@@ -86,6 +91,7 @@ class Runner:
         self._token_ids = HostMirror(rows.token_ids)
         self._num_emitted = HostMirror(rows.num_emitted)
         self._query_lens = HostMirror(rows.query_lens)
+        self._confidence = HostMirror(model.state.slots.confidence)
         self._prompt, self._facts = (
             HostMirror(buffers.prefill.token_ids),
             HostMirror(buffers.prefill.facts),
@@ -135,6 +141,9 @@ class Runner:
         slots.num_drafts[slot] = 0
         slots.confidence[slot] = 0.0
         slots.temperature[slot] = request.temperature
+        slots.top_p[slot] = request.top_p
+        # A count past the vocabulary keeps every token, and may be past int64.
+        slots.top_k[slot] = min(request.top_k, self.vocab_size)
         slots.seed[slot] = request.seed
         slots.stop_token_ids[slot] = torch.tensor(stops)
         self.set_blocks(slot, block_ids)
@@ -150,24 +159,31 @@ class Runner:
         self.model.state.slots.num_drafts[slot] = 0
         self.model.state.slots.block_table[slot] = 0
 
-    def decode(self, slots: Sequence[int], num_query_tokens: int) -> StepResult:
-        """Run one step over started slots."""
-        num_rows = len(slots)
-        key = self.grid.select(num_rows, num_query_tokens)
-        rows = self._slots.array
+    def write_step(self, key: GraphKey, slots: Sequence[int], num_query_tokens: int) -> None:
+        """Fill the static inputs of a pair's next replay."""
+        rows, num_rows = self._slots.array, len(slots)
         rows[:num_rows] = slots
         rows[num_rows : max(key.num_reqs, MIN_ROWS)] = 0
         self._total.array[0] = num_query_tokens
         self._slots.push()
         self._total.push()
-        self._decode_graphs[key].replay()
-        for mirror in (self._token_ids, self._num_emitted, self._query_lens):
+
+    def decode(self, slots: Sequence[int], num_query_tokens: int) -> StepResult:
+        """Run one step over started slots."""
+        num_rows = len(slots)
+        key = self.grid.select(num_rows, num_query_tokens)
+        self.write_step(key, slots, num_query_tokens)
+        self.decode_graphs[key].replay()
+        for mirror in (self._token_ids, self._num_emitted, self._query_lens, self._confidence):
             mirror.pull()
         query_lens = self._query_lens.array[:num_rows]
         return StepResult(
             token_ids=self._token_ids.array[:num_rows].copy(),
             num_emitted=self._num_emitted.array[:num_rows].copy(),
             num_verified=query_lens - 1,
+            confidence=self._confidence.array[list(slots), : self.num_draft_tokens].astype(
+                np.float32
+            ),
             num_query_tokens=int(query_lens.sum()),
             key=key,
         )

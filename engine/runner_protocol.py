@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from decodegrid.capture.grid import GraphKey
+
 MAX_STOP_TOKEN_IDS = 8
 """Stop token ids (end of text included) that one slot row holds."""
 
@@ -40,16 +42,10 @@ class SlotRequest:
     """0 to 2**63 - 1."""
     stop_token_ids: tuple[int, ...]
     """At most MAX_STOP_TOKEN_IDS, each inside the vocabulary."""
-
-
-class StepKey(Protocol):
-    """The captured pair that ran: rows and query tokens, pads included."""
-
-    @property
-    def num_reqs(self) -> int: ...
-
-    @property
-    def num_query_tokens(self) -> int: ...
+    top_p: float = 1.0
+    """Above 0; 1 keeps every token."""
+    top_k: int = -1
+    """At least 1; -1 keeps every token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +58,12 @@ class StepResult:
     """(num_rows,) accepted drafts + 1."""
     num_verified: NDArray[np.int64]
     """(num_rows,) drafts verified, which is the row's query tokens - 1."""
+    confidence: NDArray[np.float32]
+    """(num_rows, K) probability of each new draft, if the ones before it are accepted."""
     num_query_tokens: int
     """Query tokens really used, pads not counted."""
-    key: StepKey
+    key: GraphKey
+    """The captured pair that ran: rows and query tokens, pads included."""
 
 
 class StepRunner(Protocol):

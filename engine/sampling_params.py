@@ -18,8 +18,6 @@ MIN_TEMPERATURE: Final = 1e-5
 MAX_SEED: Final = 2**63 - 1
 
 _NEUTRAL: Final[tuple[tuple[str, object], ...]] = (
-    ("top_p", 1.0),
-    ("top_k", -1),
     ("min_p", 0.0),
     ("n", 1),
     ("min_tokens", 0),
@@ -49,7 +47,10 @@ class SamplingParams:
     ignore_eos: bool = False
     """Decode on past the end-of-text token."""
     top_p: float = 1.0
+    """Above 0, at most 1: a token is out if the tokens before it in the order of probability hold
+    more than this share; 1 keeps all."""
     top_k: int = -1
+    """Tokens that may be drawn at most, at least 1, the most probable ones; -1 keeps all."""
     min_p: float = 0.0
     n: int = 1
     min_tokens: int = 0
@@ -79,6 +80,8 @@ class SamplingParams:
             raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
         if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        if self.top_k != -1 or isinstance(self.top_k, (bool, float)):
+            _check_int("top_k", self.top_k, 1, None, "-1 (off) or ")
         for name, neutral in _NEUTRAL:
             value = getattr(self, name)
             empty = name in ("stop", "logit_bias") and value is not None and len(value) == 0
@@ -103,10 +106,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None) -> None:
-    """Raise RequestError unless value is an int (no bool) in low..high."""
+def _check_int(name: str, value: object, low: int, high: int | None, other: str = "") -> None:
+    """Raise RequestError unless value is an int (no bool) in low..high; `other` names what else
+    would have been allowed."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise RequestError(f"{name} must be an integer, got {value!r}")
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"{low} to {high}"
-        raise RequestError(f"{name} must be {limit}, got {value}")
+        raise RequestError(f"{name} must be {other}{limit}, got {value}")

@@ -13,15 +13,12 @@ Source: scheduling rules of the reference engine, for one rank and without steps
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
 
 from decodegrid.engine.admission import EngineLimits
 from decodegrid.engine.block_manager import AllocStatus, BlockManager
 from decodegrid.engine.request import Request, RequestStatus
 from decodegrid.engine.runner_protocol import StepResult
-
-VerifyTokens = Literal["all"] | int
-"""Query tokens of a decode step: all that the rows can use, or at most that many."""
+from decodegrid.engine.verify_policy import FixedVerify, StepRows, VerifyPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +68,17 @@ class Scheduler:
         limits: EngineLimits,
         *,
         decode_steps_per_prefill_chunk: int = 4,
-        verify_tokens: VerifyTokens = "all",
+        policy: VerifyPolicy | None = None,
     ) -> None:
         """decode_steps_per_prefill_chunk: decode steps after which a waiting prompt gets a chunk.
 
-        verify_tokens: "all", or the total of query tokens a step may have; every row has one.
+        policy: chooses each decode step's total of query tokens; None verifies every draft.
         """
         if decode_steps_per_prefill_chunk < 1:
             raise ValueError(
                 "decode_steps_per_prefill_chunk must be at least 1, "
                 f"got {decode_steps_per_prefill_chunk}"
             )
-        if verify_tokens != "all" and verify_tokens < 1:
-            raise ValueError(f'verify_tokens must be "all" or at least 1, got {verify_tokens}')
         self.limits = limits
         self.blocks = BlockManager(limits.num_blocks)
         self.slots = BlockManager(limits.max_num_reqs + 1)
@@ -92,7 +87,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._steps_per_chunk = decode_steps_per_prefill_chunk
-        self._verify_tokens = verify_tokens
+        self.policy: VerifyPolicy = FixedVerify() if policy is None else policy
         self._num_decode_steps_since_chunk = 0
         self._num_added = 0
         self._stopped_slots: list[int] = []
@@ -274,9 +269,7 @@ class Scheduler:
             0 if request.fresh else min(width, request.max_seq_len - request.seq_len) - 1
             for request in rows
         )
-        total = len(rows) + sum(num_offered)
-        if self._verify_tokens != "all":
-            total = min(total, max(self._verify_tokens, len(rows)))
+        total = self.policy.total(StepRows([request.slot for request in rows], num_offered))
         return DecodeStep(tuple(rows), total, num_offered)
 
     def _finish(self, request: Request) -> None:

@@ -6,15 +6,24 @@ Counts only grow; compilations are the difference to what the runner had when it
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from decodegrid.engine.runner_protocol import StepResult, StepRunner
+
+
+@dataclass(frozen=True, slots=True)
+class _LastCounts:
+    """What a runner that is gone had counted."""
+
+    num_compilations: int
+    num_captured: int
 
 
 class EngineStats:
     """Counters since the runner was ready."""
 
     def __init__(self, runner: StepRunner) -> None:
-        self._runner = runner
+        self._runner: StepRunner | _LastCounts = runner
         self._num_compilations_at_ready = runner.num_compilations
         self._num_captured_at_ready = runner.num_captured
         width = runner.num_draft_tokens + 1
@@ -23,6 +32,7 @@ class EngineStats:
         self._offered_rows = [0] * width
         self._verified_rows = [0] * width
         self._accepted_rows = [0] * width
+        self._reached_rows = [0] * width
         self.num_prefill_steps = 0
         self.num_prefill_tokens = 0
         self.prefill_seconds = 0.0
@@ -65,6 +75,11 @@ class EngineStats:
         return _rows_reaching(self._accepted_rows)
 
     @property
+    def reached_per_position(self) -> list[int]:
+        """Of the verified drafts, those whose predecessors were all accepted."""
+        return _rows_reaching(self._reached_rows)
+
+    @property
     def tokens_per_round(self) -> float:
         """Tokens a request gains in one decode step, on average; 0 before the first."""
         return self.num_emitted / self.num_decode_rows if self.num_decode_rows else 0.0
@@ -79,6 +94,10 @@ class EngineStats:
         """Share of replayed query tokens that belonged to no request."""
         num_surplus = self.num_captured_query_tokens - self.num_query_tokens
         return _share(num_surplus, self.num_captured_query_tokens)
+
+    def let_go(self) -> None:
+        """Keep what the runner counted, and hold the runner no longer."""
+        self._runner = _LastCounts(self._runner.num_compilations, self._runner.num_captured)
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
         self.num_prefill_steps += 1
@@ -111,6 +130,7 @@ class EngineStats:
             self._offered_rows[num_offered[row]] += 1
             self._verified_rows[verified] += 1
             self._accepted_rows[emitted - 1] += 1
+            self._reached_rows[min(verified, emitted)] += 1
 
     def report(self) -> str:
         """The closing report, one fact a line, without a line end after the last."""
@@ -137,16 +157,20 @@ class EngineStats:
         drafted = self.drafted_per_position
         if not any(drafted):
             return ["drafts: none"]
-        lines = ["drafts by position: drafted / offered / verified / accepted (of verified)"]
+        lines = [
+            "drafts by position: drafted / offered / verified / accepted "
+            "(of verified; of those whose predecessors were accepted)"
+        ]
         counts = zip(
             drafted,
             self.offered_per_position,
             self.verified_per_position,
             self.accepted_per_position,
+            self.reached_per_position,
             strict=True,
         )
-        for position, (made, offered, verified, accepted) in enumerate(counts, start=1):
-            share = f" ({accepted / verified:.1%})" if verified else ""
+        for position, (made, offered, verified, accepted, reached) in enumerate(counts, start=1):
+            share = f" ({accepted / verified:.1%}; {accepted / reached:.1%})" if reached else ""
             lines.append(f"  {position}: {made} / {offered} / {verified} / {accepted}{share}")
         return lines
 

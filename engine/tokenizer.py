@@ -49,7 +49,10 @@ class Tokenizer:
         Raises FileNotFoundError, and ValueError naming the file when it is no tokenizer, is not
         byte-level, or lacks the begin or end of sentence.
         """
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
         try:
             layout = json.loads(text)
             self._full = tokenizers.Tokenizer.from_str(text)
@@ -75,6 +78,14 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest token id of the file, added tokens included."""
         return 1 + max(self._full.get_vocab(with_added_tokens=True).values())
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError if the file has ids outside a model's vocabulary."""
+        if self.vocab_size > vocab_size:
+            raise ValueError(
+                f"{self.path}: {self.vocab_size} tokens, "
+                f"but the model's vocabulary has {vocab_size}"
+            )
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt after the begin-of-sentence token.

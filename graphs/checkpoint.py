@@ -63,9 +63,28 @@ def load_model(
     """
     if dtype not in FLOAT_DTYPES.values():
         raise ValueError(f"dtype is {dtype}; must be torch.bfloat16, float32 or float64")
-    directory = checkpoint_path(checkpoint_dir)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such checkpoint directory")
+    model, stored, classes = _inspect(checkpoint_path(checkpoint_dir))
+    _allocate(model, torch.device(device), dtype)
+    _fill(model, stored)
+    model.cast(dtype)
+    if classes is not None:
+        model.compressed_ids = classes
+    return model.to(device)
+
+
+def check_checkpoint(checkpoint_dir: str | Path) -> ModelConfig:
+    """Everything that `load_model` checks, without reading a weight or taking memory for one.
+
+    Names, shapes and types of the tensors come from the headers of the files, and so do the lengths
+    that the files must have. Raises CheckpointError for whatever is wrong with the directory.
+    """
+    return _inspect(checkpoint_path(checkpoint_dir))[0].config
+
+
+def _inspect(
+    directory: Path,
+) -> tuple[DraftModel, dict[str, StoredTensor], Tensor | None]:
+    """The model without memory, its stored tensors and its token classes, all checked."""
     config = read_checkpoint_config(directory)
     stored = read_headers(directory)
     for name in ("n_routed_experts", "dspark_n_routed_experts", "num_hidden_layers"):
@@ -83,17 +102,13 @@ def load_model(
             f"{directory / 'config.json'}: has a quantization_config, but the tensors are floats; "
             "remove it"
         )
-    classes = _read_token_classes(directory, config)
-    _allocate(model, torch.device(device), dtype)
-    _fill(model, stored)
-    model.cast(dtype)
-    if classes is not None:
-        model.compressed_ids = classes
-    return model.to(device)
+    return model, stored, _read_token_classes(directory, config)
 
 
 def read_checkpoint_config(directory: Path) -> ModelConfig:
     """The checked model config of a checkpoint directory; raises CheckpointError."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such checkpoint directory")
     path = directory / "config.json"
     try:
         return parse_model_config(read_json_object(path))

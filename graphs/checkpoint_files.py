@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decodegrid.graphs.checkpoint_names import CheckpointError, plain_name
+from decodegrid.graphs.model_config import unique_keys
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -52,7 +53,7 @@ def open_shard(path: Path) -> Iterator[Any]:
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, or a CheckpointError that names the file."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except (ValueError, RecursionError) as error:

@@ -66,18 +66,23 @@ def decode_step(
     )
     pre = run_target_layers(regions, model, tokens, ring_history(model))
     regions["head"](tokens.stream, pre, weights.norm, weights.head, logits)
-    regions["choose"](
-        logits, tokens.token_slot, tokens.positions, slots.temperature, slots.seed, chosen
-    )
     if weights.draft_head is not None:
         store_draft_context(regions, model, tokens)
-    regions["accept"](
-        chosen, rows.slots, rows.query_lens, rows.query_starts, slots.last_token, slots.seq_len,
+    asked = (slots.temperature, slots.top_p, slots.top_k, slots.seed)
+    in_rows = (
+        rows.slots, rows.query_lens, rows.query_starts, slots.last_token, slots.seq_len,
         slots.history, slots.drafts, slots.num_drafts, slots.stop_token_ids, rows.token_ids,
         rows.num_emitted, rows.stopped,
     )
+    if model.state.capacity.keeps_draft_distributions:
+        regions["verify"](
+            logits, tokens.token_slot, tokens.positions, *asked, slots.draft_log_probs, *in_rows
+        )
+    else:
+        regions["choose"](logits, tokens.token_slot, tokens.positions, *asked, chosen)
+        regions["accept"](chosen, *in_rows)
     if weights.draft_head is not None:
-        run_drafter(regions, model, buffers, rows, draft_temperature)
+        run_drafter(regions, model, buffers, rows, draft_temperature, num_reqs)
 
 
 def metadata_outputs(tokens: TokenBuffers) -> tuple[Tensor, ...]:
@@ -111,13 +116,18 @@ def run_drafter(
     buffers: StepBuffers,
     rows: RowBuffers,
     draft_temperature: Tensor,
+    num_reqs: int,
 ) -> None:
-    """Draft block of every row after acceptance; installs drafts and confidences in the slots."""
+    """Draft block of every row after acceptance; installs drafts and confidences in the slots.
+
+    The layers run over the blocks of `num_reqs` rows. A single row has a pad beside it in `rows`;
+    that row's block is left as it is, and the heads drop what they make of it.
+    """
     config, weights, slots = model.config, model.weights, model.state.slots
     head = weights.draft_head
     assert head is not None and buffers.draft is not None
-    num_rows = rows.slots.shape[0]
-    tokens = slice_tokens(buffers.draft, num_rows * config.dspark_block_size)
+    block = config.dspark_block_size
+    tokens = slice_tokens(buffers.draft, max(num_reqs * block, MIN_ROWS))
     regions["draft_metadata"](
         rows.slots, slots.last_token, slots.seq_len, tokens.input_ids, tokens.positions,
         tokens.token_slot, tokens.valid, tokens.window_store, tokens.window_index,
@@ -132,7 +142,8 @@ def run_drafter(
             tokens.query, ring, tokens.window_index, layer.attention.sink, tokens.attended
         )
         run_after_attention(regions, tokens, layer, "draft_moe", spare, pre)
-    run_draft_heads(regions, model, buffers, rows, tokens.stream, pre, draft_temperature)
+    whole = slice_tokens(buffers.draft, rows.slots.shape[0] * block)
+    run_draft_heads(regions, model, buffers, rows, whole.stream, whole.pre_a, draft_temperature)
 
 
 def run_draft_heads(
@@ -162,8 +173,9 @@ def run_draft_heads(
         logits,
         previous,
     )
+    keeps = model.state.capacity.keeps_draft_distributions
     for step in range(model.state.capacity.num_draft_tokens):
-        regions["draft_choose"](
+        regions["draft_sample" if keeps else "draft_choose"](
             hidden[:, step],
             previous,
             head.markov_embed,
@@ -173,10 +185,13 @@ def run_draft_heads(
             rows.stopped,
             slots.seq_len,
             slots.temperature,
+            slots.top_p,
+            slots.top_k,
             slots.seed,
             buffers.draft_steps[step : step + 1],
             draft_temperature[step : step + 1],
             logits[:, step],
             slots.drafts[:, step],
             slots.confidence[:, step],
+            *([slots.draft_log_probs[:, step]] if keeps else []),
         )

@@ -1,8 +1,9 @@
 """The model's config.json, read into frozen dataclasses and checked.
 
 Owns the Hugging Face schema of DeepSeek-V4.1 (text part); the rules between its fields stand in
-model_config_checks.py. A field that is missing, unknown in value, or breaks a rule gives one
-ConfigFieldError that names it. Reads JSON; knows no tensors.
+model_config_checks.py. A field that is missing, of another JSON type, unknown, or breaks a rule
+gives one ConfigFieldError that names it: what would change the model is never left unread. Reads
+JSON; knows no tensors.
 
 Source: config.json of deepseek-ai/DeepSeek-V4.1-Flash and its loader's checks.
 """
@@ -28,6 +29,36 @@ _FIXED_TEXT = {
     "tie_word_embeddings": False,
     "n_shared_experts": 1,
 }
+
+# May be absent, and then mean this.
+_OPTIONAL_TEXT = {"hc_shifted": True, "dspark_target_attn_input": True, "gate_temp": 1.0}
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# They say how to train, store or wrap the model, and change nothing of what it computes.
+# use_fp4_sparse_kv is how another engine stores its cache.
+_UNREAD_TEXT = frozenset(
+    (
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "chunk_size_feed_forward",
+        "dtype",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "use_fp4_sparse_kv",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +162,78 @@ def _number(where: str, value: object) -> float:
 
 
 def _read_rope_scaling(raw: object) -> RopeScaling:
-    if raw is None:
-        return RopeScaling(1.0, 32.0, 1.0, 0)
     where = "text_config.rope_scaling"
-    if not isinstance(raw, dict) or raw.get("rope_type", raw.get("type")) != "yarn":
-        raise bad_field(where, raw, "only null or rope_type 'yarn' is supported")
+    if not isinstance(raw, dict):
+        raise bad_field(
+            where,
+            raw,
+            "must be an object with rope_type 'yarn' (original_max_position_embeddings 0 in it "
+            "means plain rotary embedding)",
+        )
+    kinds = [raw[name] for name in ("rope_type", "type") if name in raw]
+    if not kinds or any(kind != "yarn" for kind in kinds):
+        raise bad_field(where, raw, "only rope_type 'yarn' is supported")
+    known = ("rope_type", "type", *(field.name for field in fields(RopeScaling)))
+    for name, value in raw.items():
+        if name not in known:
+            raise bad_field(f"{where}.{name}", value, "the field is unknown")
+    for name in known[2:]:
+        if name not in raw:
+            raise ConfigFieldError(f"config.json: {where}.{name} is missing")
     factor, fast, slow = (
-        _number(f"{where}.{name}", raw.get(name)) for name in ("factor", "beta_fast", "beta_slow")
+        _number(f"{where}.{name}", raw[name]) for name in ("factor", "beta_fast", "beta_slow")
     )
-    original = raw.get("original_max_position_embeddings")
-    if not isinstance(original, int) or isinstance(original, bool):
-        raise bad_field(f"{where}.original_max_position_embeddings", original, "must be an integer")
+    original = raw["original_max_position_embeddings"]
+    if type(original) is not int or original >= 2**31:
+        raise bad_field(
+            f"{where}.original_max_position_embeddings", original, "must be an integer below 2**31"
+        )
     return RopeScaling(factor, fast, slow, original)
+
+
+def _same(left: object, right: object) -> bool:
+    """Equal in type too: in Python 0 equals false, and 1 equals true and 1.0."""
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return type(left) is type(right) and left == right
+
+
+def _check_fixed(text: dict[str, Any]) -> None:
+    """Fields that this engine supports with one value only."""
+    for name, wanted in _FIXED_TEXT.items():
+        if name not in text:
+            raise ConfigFieldError(f"config.json: text_config.{name} is missing")
+        if not _same(text[name], wanted):
+            raise bad_field(f"text_config.{name}", text[name], f"only {wanted!r} is supported")
+    for name, usual in _OPTIONAL_TEXT.items():
+        value = text.get(name, usual)
+        if not _same(float(value) if type(value) is int else value, usual):
+            raise bad_field(f"text_config.{name}", value, f"only {usual!r} is supported")
+    sources = text.get("kv_source_layer_ids")
+    if not _same(text.get("index_k_source_layer_ids", sources), sources):
+        raise bad_field(
+            "text_config.index_k_source_layer_ids",
+            text["index_k_source_layer_ids"],
+            "only the value of kv_source_layer_ids is supported",
+        )
+
+
+def _check_unread(raw: dict[str, Any], text: dict[str, Any]) -> None:
+    """Refuse what would be left unread although it may change the model."""
+    known = {field.name for field in fields(ModelConfig)} - {"quantized"}
+    known |= {*_FIXED_TEXT, *_OPTIONAL_TEXT, "index_k_source_layer_ids"}
+    for name, value in text.items():
+        if name in _TOKEN_IDS and name in raw:
+            if not _same(value, raw[name]):
+                other = f"{name} beside text_config is {raw[name]!r}"
+                raise bad_field(f"text_config.{name}", value, f"but {other}")
+        elif name not in known | _UNREAD_TEXT and value is not None:
+            raise bad_field(f"text_config.{name}", value, "the field is unknown")
+    for name in sorted(known & (raw.keys() - {"model_type", *_TOKEN_IDS})):
+        if not _same(raw[name], text.get(name)):
+            raise bad_field(name, raw[name], f"but text_config.{name} is {text.get(name)!r}")
+    if not isinstance(raw.get("quantization_config", {}), dict | None):
+        raise bad_field("quantization_config", raw["quantization_config"], "must be an object")
 
 
 def _convert(name: str, kind: object, value: object) -> object:
@@ -176,41 +267,48 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise bad_field("text_config", text, "must be an object")
-    for name, wanted in _FIXED_TEXT.items():
-        if name not in text:
-            raise ConfigFieldError(f"config.json: text_config.{name} is missing")
-        if text[name] != wanted:
-            raise bad_field(f"text_config.{name}", text[name], f"only {wanted!r} is supported")
+    _check_fixed(text)
     values: dict[str, Any] = {}
     for field in fields(ModelConfig):
         name = field.name
-        if name in ("quantized", "bos_token_id", "eos_token_id", "pad_token_id"):
-            continue
-        if name == "rope_scaling":
-            values[name] = _read_rope_scaling(text.get(name))
+        if name in ("quantized", *_TOKEN_IDS):
             continue
         if name not in text:
             raise ConfigFieldError(f"config.json: text_config.{name} is missing")
-        values[name] = _convert(name, field.type, text[name])
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name == "rope_scaling":
+            values[name] = _read_rope_scaling(text[name])
+        else:
+            values[name] = _convert(name, field.type, text[name])
+    for name in _TOKEN_IDS:
         if name not in raw:
             raise ConfigFieldError(f"config.json: {name} is missing")
         if type(raw[name]) is not int:
             raise bad_field(name, raw[name], "must be an integer")
         values[name] = raw[name]
+    _check_unread(raw, text)
     config = ModelConfig(quantized=raw.get("quantization_config") is not None, **values)
     check_model_config(config)
     return config
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` for json: ValueError for a key that an object has twice."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is there twice")
+        found[key] = value
+    return found
 
 
 def load_model_config(checkpoint_dir: Path) -> ModelConfig:
     """Read `checkpoint_dir`/config.json."""
     path = checkpoint_dir / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise ConfigFieldError(f"{path}: no such file; a checkpoint directory has one") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigFieldError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigFieldError(f"{path}: must hold a JSON object")

@@ -17,6 +17,7 @@ from decodegrid.graphs.regions_layer import (
     moe_regions,
 )
 from decodegrid.graphs.regions_metadata import metadata_regions
+from decodegrid.graphs.regions_verify import verify_regions
 from decodegrid.graphs.state import Capacity
 from decodegrid.kernels.select_entries import select_entries_op
 
@@ -30,8 +31,9 @@ def build_regions(
     specs.update(mix_regions(config, as_ops=as_ops))
     specs.update(attention_regions(config, as_ops=as_ops))
     specs.update(moe_regions(config, with_drafter=capacity.num_draft_tokens > 0, as_ops=as_ops))
-    specs.update(output_regions(config, capacity))
-    specs.update(draft_regions(config, capacity))
+    specs.update(output_regions(config, as_ops=as_ops))
+    specs.update(verify_regions(config, capacity))
+    specs.update(draft_regions(config, capacity, as_ops=as_ops))
     if config.kv_source_layer_ids:
         specs["select_entries"] = RegionSpec(select_entries_op, {}, opaque=True)
     return specs

@@ -1,9 +1,9 @@
-"""Regions of a decode step outside the layers: choice, acceptance, the drafter's ends, copies.
+"""Regions of a decode step outside the layers: the head, the drafter's ends, copies.
 
-Owns what turns logits into emitted tokens, slot state and the next drafts. Rows that are pads
-compute on slot 0 and write zeros there.
+Owns what turns hidden states into logits, and into the next drafts; what turns logits into emitted
+tokens is in regions_verify.py. Rows that are pads compute on slot 0 and write zeros there.
 
-Source: DeepInfer's sampler and draft metadata; DeepSeek-V4.1-Flash `forward_spec`.
+Source: DeepInfer's draft metadata; DeepSeek-V4.1-Flash `forward_spec`.
 """
 
 import torch
@@ -13,59 +13,24 @@ from torch import Tensor
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.graphs.regions_layer import RegionSpec, spec
 from decodegrid.graphs.state import Capacity, window_ring_len
+from decodegrid.kernels.filters import filter_logits_op
 from decodegrid.kernels.hyper_connection import hc_pre
+from decodegrid.kernels.linear import linear, linear_op
 from decodegrid.kernels.norm_rope import apply_rope, island, rms_norm, rope_angles
-from decodegrid.kernels.sampling import choose_tokens
-from decodegrid.kernels.verify import accept_prefix
+from decodegrid.kernels.rejection import TokenSampling, draw_draft
+from decodegrid.kernels.sampling import choose_scaled
 
 
-def output_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSpec]:
-    """Head, choice, acceptance and row copies."""
-    eps, num_drafts = config.rms_norm_eps, capacity.num_draft_tokens
+def output_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
+    """Head and row copies."""
+    eps = config.rms_norm_eps
+    project = linear_op if as_ops else linear
 
     def head(
         stream: Tensor, pre: Tensor, norm: Tensor, weight: Tensor, logits_out: Tensor
     ) -> None:
         normed = island(rms_norm(hc_pre(stream, pre), norm, eps))
-        logits_out.copy_(F.linear(normed, weight.to(normed.dtype)))
-
-    def choose(
-        logits: Tensor, token_slot: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor,
-        chosen_out: Tensor,
-    ) -> None:
-        chosen_out.copy_(
-            choose_tokens(logits, temperature[token_slot], seed[token_slot], positions + 1)
-        )
-
-    def accept(
-        chosen: Tensor, slots: Tensor, query_lens: Tensor, query_starts: Tensor,
-        last_token: Tensor, seq_len: Tensor, history: Tensor, drafts: Tensor,
-        num_drafts_out: Tensor, stop_token_ids: Tensor, token_ids_out: Tensor,
-        num_emitted_out: Tensor, stopped_out: Tensor,
-    ) -> None:
-        live = slots > 0
-        column = torch.arange(num_drafts + 1, device=slots.device)
-        index = (query_starts.unsqueeze(1) + column).clamp(max=chosen.shape[0] - 1)
-        tokens = chosen[index]
-        row_drafts = drafts[slots][:, :num_drafts]
-        accepted = accept_prefix(tokens, row_drafts, query_lens)
-        emitted = (accepted + 1).where(live, torch.zeros_like(accepted))
-        token_ids_out.copy_(tokens)
-        num_emitted_out.copy_(emitted)
-        known = torch.cat((history[slots], last_token[slots].unsqueeze(1), row_drafts), 1)
-        following = accepted.unsqueeze(1) + 1 + torch.arange(3, device=slots.device)
-        later = known.gather(1, following)
-        final = tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
-        zero = torch.zeros_like(final)
-        stops = stop_token_ids[slots].unsqueeze(1) == tokens.unsqueeze(2)
-        counted = (column < emitted.unsqueeze(1)).unsqueeze(2)
-        stopped_out.copy_((stops & counted).flatten(1).any(1))
-        new_len = (seq_len[slots] + emitted).where(live, torch.ones_like(zero))
-        last_token[slots] = final.where(live, zero)
-        history[slots] = later.where(live.unsqueeze(1), -torch.ones_like(later))
-        seq_len[slots] = new_len
-        # Drafts of this step are spent; a step with a drafter installs new ones afterwards.
-        num_drafts_out[slots] = zero
+        logits_out.copy_(project(normed, weight))
 
     def copy_rows(
         source: Tensor, source_index: Tensor, target_out: Tensor, target_index: Tensor
@@ -77,11 +42,6 @@ def output_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionS
 
     specs = {
         "head": spec(head, "stream", "pre", "logits_out"),
-        "choose": spec(choose, "logits", "token_slot", "positions", "chosen_out"),
-        "accept": spec(
-            accept, "chosen", "slots", "query_lens", "query_starts", "token_ids_out",
-            "num_emitted_out", "stopped_out",
-        ),
         "load_window": spec(load_rows),
         "copy_window": spec(copy_rows, "source", "source_index", "target_out", "target_index"),
     }
@@ -94,7 +54,9 @@ def output_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionS
     return specs
 
 
-def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSpec]:
+def draft_regions(
+    config: ModelConfig, capacity: Capacity, *, as_ops: bool
+) -> dict[str, RegionSpec]:
     """Taps, context keys, the drafter's metadata and its heads."""
     if capacity.num_draft_tokens == 0:
         return {}
@@ -102,6 +64,7 @@ def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSp
     ring = window_ring_len(config, capacity.num_draft_tokens)
     offered, noise = capacity.num_draft_tokens, config.dspark_noise_token_id
     vocab = config.vocab_size
+    project = linear_op if as_ops else linear
 
     def tap(stream: Tensor, tap_out: Tensor) -> None:
         tap_out.copy_(island(stream).mean(1))
@@ -111,12 +74,12 @@ def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSp
         main_norm: Tensor, w_in: list[Tensor], kv_norm: list[Tensor], frequencies: list[Tensor],
         rings_out: list[Tensor],
     ) -> None:
-        context = rms_norm(F.linear(torch.cat(taps, 1), main_proj), main_norm, eps)
+        context = rms_norm(project(torch.cat(taps, 1), main_proj), main_norm, eps)
         for weight, norm, frequency, ring_out in zip(
             w_in, kv_norm, frequencies, rings_out, strict=True
         ):
             cos, sin = rope_angles(positions, frequency)
-            keys = rms_norm(F.linear(context, weight[-norm.shape[0] :]), norm, eps)
+            keys = rms_norm(project(context, weight[-norm.shape[0] :]), norm, eps)
             ring_out[store] = apply_rope(keys, cos, sin)
 
     def draft_metadata(
@@ -158,44 +121,74 @@ def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSp
     ) -> None:
         hidden = hc_pre(stream, pre)
         normed = island(rms_norm(hidden, norm, eps))
-        logits_out.copy_(F.linear(normed, weight.to(normed.dtype)).unflatten(0, (-1, block)))
+        logits_out.copy_(project(normed, weight).unflatten(0, (-1, block)))
         hidden_out.copy_(hidden.unflatten(0, (-1, block)))
         previous_out.copy_(last_token[slots].clamp(0, vocab - 1))
         count = torch.full_like(slots, offered)
         num_drafts_out[slots] = count.where(slots > 0, torch.zeros_like(count))
 
-    def draft_choose(
-        hidden: Tensor,
-        previous: Tensor,
-        markov_embed: Tensor,
-        markov_head: Tensor,
-        confidence_proj: Tensor,
-        slots: Tensor,
-        stopped: Tensor,
-        seq_len: Tensor,
-        temperature: Tensor,
-        seed: Tensor,
-        step: Tensor,
-        draft_temperature: Tensor,
-        logits: Tensor,
-        drafts_out: Tensor,
-        confidence_out: Tensor,
-    ) -> None:
+    def draft_heads(
+        hidden: Tensor, previous: Tensor, markov_embed: Tensor, markov_head: Tensor,
+        confidence_proj: Tensor, draft_temperature: Tensor, logits: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits with the Markov bias, and the acceptance estimate: (B, vocab), (B,)."""
         embedded = island(F.embedding(previous, markov_embed))
-        biased = logits + F.linear(embedded, markov_head.to(embedded.dtype))
+        biased = logits + project(embedded, markov_head)
         # One output feature: two sums, without the joined input that a product would need.
         split = confidence_proj.to(embedded.dtype)
         seen = (island(hidden) * split[:, : hidden.shape[1]]).sum(-1)
         raw = seen + (embedded * split[:, hidden.shape[1] :]).sum(-1)
-        rate = torch.sigmoid((raw / draft_temperature).clamp(-60.0, 60.0))
-        token = choose_tokens(biased, temperature[slots], seed[slots], seq_len[slots] + step)
+        return biased, torch.sigmoid((raw / draft_temperature).clamp(-60.0, 60.0))
+
+    def install(
+        token: Tensor, rate: Tensor, slots: Tensor, stopped: Tensor, previous: Tensor,
+        drafts_out: Tensor, confidence_out: Tensor,
+    ) -> None:
         live = slots > 0
-        logits.copy_(biased)
         previous.copy_(token)
         drafts_out[slots] = token.where(live, torch.zeros_like(token))
         # A request that stopped gets one query token in a step launched before anyone knew.
         confidence_out[slots] = rate.where(live & ~stopped, torch.zeros_like(rate))
 
+    def draft_choose(
+        hidden: Tensor, previous: Tensor, markov_embed: Tensor, markov_head: Tensor,
+        confidence_proj: Tensor, slots: Tensor, stopped: Tensor, seq_len: Tensor,
+        temperature: Tensor, top_p: Tensor, top_k: Tensor, seed: Tensor, step: Tensor,
+        draft_temperature: Tensor, logits: Tensor, drafts_out: Tensor, confidence_out: Tensor,
+    ) -> None:
+        """The draft by the noise with which the target will choose at its position."""
+        biased, rate = draft_heads(
+            hidden, previous, markov_embed, markov_head, confidence_proj, draft_temperature, logits
+        )
+        heat = temperature[slots]
+        scaled = filter_logits_op(biased, heat, top_p[slots], top_k[slots])
+        token = choose_scaled(scaled, heat, seed[slots], seq_len[slots] + step)
+        logits.copy_(biased)
+        install(token, rate, slots, stopped, previous, drafts_out, confidence_out)
+
+    def draft_sample(
+        hidden: Tensor, previous: Tensor, markov_embed: Tensor, markov_head: Tensor,
+        confidence_proj: Tensor, slots: Tensor, stopped: Tensor, seq_len: Tensor,
+        temperature: Tensor, top_p: Tensor, top_k: Tensor, seed: Tensor, step: Tensor,
+        draft_temperature: Tensor, logits: Tensor, drafts_out: Tensor, confidence_out: Tensor,
+        log_probs_out: Tensor,
+    ) -> None:
+        """The draft by noise of its own; keeps what it was drawn from."""
+        biased, rate = draft_heads(
+            hidden, previous, markov_embed, markov_head, confidence_proj, draft_temperature, logits
+        )
+        sampling = TokenSampling(temperature[slots], top_p[slots], top_k[slots], seed[slots])
+        token, log_probs = draw_draft(biased, sampling, seq_len[slots] + step, step)
+        logits.copy_(biased)
+        live = (slots > 0).unsqueeze(1)
+        log_probs_out[slots] = log_probs.where(live, torch.zeros_like(log_probs))
+        install(token, rate, slots, stopped, previous, drafts_out, confidence_out)
+
+    heads = ("hidden", "previous", "slots", "stopped", "logits")
+    if capacity.keeps_draft_distributions:
+        drawing = {"draft_sample": spec(draft_sample, *heads)}
+    else:
+        drawing = {"draft_choose": spec(draft_choose, *heads)}
     return {
         "tap": spec(tap, "stream", "tap_out"),
         "draft_context": spec(
@@ -208,7 +201,5 @@ def draft_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionSp
         "draft_base": spec(
             draft_base, "stream", "pre", "slots", "hidden_out", "logits_out", "previous_out"
         ),
-        "draft_choose": spec(
-            draft_choose, "hidden", "previous", "slots", "stopped", "logits"
-        ),
+        **drawing,
     }

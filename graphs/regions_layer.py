@@ -17,6 +17,7 @@ from torch import Tensor
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.kernels.engram import engram_gate, hash_rows
 from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre, sinkhorn, sinkhorn_op
+from decodegrid.kernels.linear import grouped_linear, grouped_linear_op, linear, linear_op
 from decodegrid.kernels.moe import route, routed_experts, routed_experts_op, swiglu
 from decodegrid.kernels.norm_rope import apply_rope, island, rms_norm, rope_angles
 from decodegrid.kernels.sparse_attention import gathered_attention
@@ -53,6 +54,7 @@ def mix_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
     norm_eps, hc_eps = config.rms_norm_eps, config.hc_eps
     iters, heads = config.hc_sinkhorn_iters, config.engram_n_heads
     rounds = sinkhorn_op if as_ops else sinkhorn
+    project = linear_op if as_ops else linear
 
     def embed(input_ids: Tensor, table: Tensor, stream_out: Tensor, pre_out: Tensor) -> None:
         rows = F.embedding(input_ids, table)
@@ -78,7 +80,7 @@ def mix_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
         k_weight: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor,
     ) -> None:
         rows = hash_rows(lookback, multipliers, primes, offsets, heads)
-        kv = F.linear(F.embedding(rows, table).flatten(1), wkv)
+        kv = project(F.embedding(rows, table).flatten(1), wkv)
         stream.copy_(engram_gate(stream, kv, q_weight, k_weight, norm_eps))
 
     specs = {
@@ -99,16 +101,18 @@ def attention_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionS
     index_heads = config.index_n_heads
     hc_eps, iters = config.hc_eps, config.hc_sinkhorn_iters
     rounds = sinkhorn_op if as_ops else sinkhorn
+    project = linear_op if as_ops else linear
+    project_groups = grouped_linear_op if as_ops else grouped_linear
 
     def attn_in(
         x: Tensor, positions: Tensor, store: Tensor, w_in: Tensor, q_norm: Tensor, wq_b: Tensor,
         kv_norm: Tensor, frequencies: Tensor, low_rank_out: Tensor, query_out: Tensor,
         window_out: Tensor,
     ) -> None:
-        joined = F.linear(x, w_in)
+        joined = project(x, w_in)
         low_rank = rms_norm(joined[:, :rank], q_norm, eps)
         cos, sin = rope_angles(positions, frequencies)
-        query = F.linear(low_rank, wq_b).unflatten(1, (heads, -1))
+        query = project(low_rank, wq_b).unflatten(1, (heads, -1))
         low_rank_out.copy_(low_rank)
         query_out.copy_(apply_rope(query, cos.unsqueeze(1), sin.unsqueeze(1)))
         window_out[store] = apply_rope(rms_norm(joined[:, rank:], kv_norm, eps), cos, sin)
@@ -117,16 +121,15 @@ def attention_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionS
         x: Tensor, positions: Tensor, entry_store: Tensor, w_in: Tensor, norm: Tensor,
         wk: Tensor, k_norm: Tensor, frequencies: Tensor, pool_out: Tensor, index_out: Tensor,
     ) -> None:
-        latent = rms_norm(F.linear(x, w_in), norm, eps)
+        latent = rms_norm(project(x, w_in), norm, eps)
         cos, sin = rope_angles(positions, frequencies)
         pool_out[entry_store] = apply_rope(latent, cos, sin)
-        index_out[entry_store] = apply_rope(rms_norm(F.linear(latent, wk), k_norm, eps), cos, sin)
+        index_out[entry_store] = apply_rope(rms_norm(project(latent, wk), k_norm, eps), cos, sin)
 
     def source_two_in(
         x: Tensor, store: Tensor, w_in: Tensor, compressor_out: Tensor
     ) -> None:
-        wide = island(x)
-        compressor_out[store] = F.linear(wide, w_in.to(wide.dtype))
+        compressor_out[store] = project(island(x), w_in)
 
     def source_two(
         positions: Tensor, store: Tensor, previous: Tensor, entry_store: Tensor,
@@ -141,14 +144,14 @@ def attention_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionS
         latent = rms_norm(pooled.to(pool_out.dtype), norm, eps)
         cos, sin = rope_angles(positions - positions % 2, frequencies)
         pool_out[entry_store] = apply_rope(latent, cos, sin)
-        index_out[entry_store] = apply_rope(rms_norm(F.linear(latent, wk), k_norm, eps), cos, sin)
+        index_out[entry_store] = apply_rope(rms_norm(project(latent, wk), k_norm, eps), cos, sin)
 
     def index_in(
         x: Tensor, low_rank: Tensor, positions: Tensor, wq_b: Tensor, weights_proj: Tensor,
         frequencies: Tensor, index_query_out: Tensor, index_weight_out: Tensor,
     ) -> None:
         cos, sin = rope_angles(positions, frequencies)
-        query = F.linear(low_rank, wq_b).unflatten(1, (index_heads, -1))
+        query = project(low_rank, wq_b).unflatten(1, (index_heads, -1))
         index_query_out.copy_(apply_rope(query, cos.unsqueeze(1), sin.unsqueeze(1)))
         index_weight_out.copy_(F.linear(x, weights_proj))
 
@@ -174,9 +177,8 @@ def attention_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionS
     ) -> None:
         cos, sin = rope_angles(positions, frequencies)
         plain = apply_rope(attended, cos.unsqueeze(1), sin.unsqueeze(1), inverse=True)
-        groups = plain.flatten(1).unflatten(1, (wo_a.shape[0], -1)).transpose(0, 1)
-        joined = torch.bmm(groups, wo_a).transpose(0, 1).flatten(1)
-        after = hc_post(F.linear(joined, wo_b), stream, post, comb)
+        joined = project_groups(plain.flatten(1).unflatten(1, (wo_a.shape[0], -1)), wo_a)
+        after = hc_post(project(joined.flatten(1), wo_b), stream, post, comb)
         next_pre, next_post, next_comb = hc_mix(
             after, fn, scale, base, norm_eps=eps, hc_eps=hc_eps, iters=iters,
             rounds=rounds,
@@ -224,6 +226,7 @@ def moe_regions(config: ModelConfig, *, with_drafter: bool, as_ops: bool) -> dic
     limit, scaling = config.swiglu_limit, config.routed_scaling_factor
     normalise = config.norm_topk_prob
     experts = routed_experts_op if as_ops else routed_experts
+    project = linear_op if as_ops else linear
 
     def make(top_k: int) -> Region:
         def moe(
@@ -236,8 +239,8 @@ def moe_regions(config: ModelConfig, *, with_drafter: bool, as_ops: bool) -> dic
             # A pad visits no routed expert, so that it costs nothing and counts nowhere.
             ids = ids.where(valid.unsqueeze(-1), torch.full_like(ids, w13.shape[0]))
             routed = experts(x, ids, weights, w13, w2, limit)
-            gated, up = F.linear(x, shared_w13).chunk(2, -1)
-            shared = F.linear(swiglu(gated, up, limit).to(x.dtype), shared_w2)
+            gated, up = project(x, shared_w13).chunk(2, -1)
+            shared = project(swiglu(gated, up, limit).to(x.dtype), shared_w2)
             update = (routed + island(shared)).to(x.dtype)
             stream.copy_(hc_post(update, stream, post, comb))
 

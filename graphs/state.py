@@ -10,6 +10,7 @@ Source: DeepInfer's cache engine (ring lengths, paging); design: roll-back by co
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +21,13 @@ MAX_STOP_TOKEN_IDS = 8
 """Stop tokens a slot can hold; -1 fills the rest."""
 
 
+VerifyMode = Literal["coupled", "rejection"]
+"""How drafts are verified: equal noise on both sides, or rejection sampling."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Sizes that a deployment chooses. Counts include the null slot and the null block."""
+    """What a deployment chooses about state. Counts include the null slot and the null block."""
 
     num_slots: int
     num_blocks: int
@@ -30,6 +35,13 @@ class Capacity:
     """Tokens a block covers; even."""
     max_model_len: int
     num_draft_tokens: int
+    verify: VerifyMode = "coupled"
+
+    @property
+    def keeps_draft_distributions(self) -> bool:
+        """Rejection sampling needs what a draft was drawn from; without drafts both modes draw
+        from the target alone."""
+        return self.verify == "rejection" and self.num_draft_tokens > 0
 
     @property
     def max_blocks_per_slot(self) -> int:
@@ -82,10 +94,17 @@ class SlotState:
     """(S, K) island dtype, conditional acceptance estimates in 0..1."""
     temperature: Tensor
     """(S,) island dtype, 0 means greedy."""
+    top_p: Tensor
+    """(S,) island dtype, 1 keeps every token."""
+    top_k: Tensor
+    """(S,) int64, -1 keeps every token."""
     seed: Tensor
     """(S,) int64, non-negative."""
     stop_token_ids: Tensor
     """(S, MAX_STOP_TOKEN_IDS) int64, -1 for none."""
+    draft_log_probs: Tensor
+    """(S, K, vocab) island dtype, what each draft was drawn from; (S, 0, vocab) where drafts are
+    not verified by rejection."""
     block_table: Tensor
     """(S, max_blocks_per_slot) int64, 0 for none."""
 
@@ -142,8 +161,14 @@ def allocate_state(
         num_drafts=ints(),
         confidence=floats(drafts),
         temperature=floats(),
+        top_p=floats().fill_(1.0),
+        top_k=ints(fill=-1),
         seed=ints(),
         stop_token_ids=ints(MAX_STOP_TOKEN_IDS, fill=-1),
+        draft_log_probs=floats(
+            capacity.num_draft_tokens if capacity.keeps_draft_distributions else 0,
+            config.vocab_size,
+        ),
         block_table=ints(capacity.max_blocks_per_slot),
     )
     num_layers = config.num_hidden_layers

@@ -1,11 +1,18 @@
 """Weights as the steps want them: flat tensors per kind of block, packed once at load.
 
 Owns the re-arrangement of a model's parameters (projections that read the same input are joined,
-experts are laid out for the grouped product). Holds tensors only; does no arithmetic on
-activations.
+experts are laid out for the grouped product) and the dtype that matrices are stored in. Holds
+tensors only; does no arithmetic on activations.
+
+Storage: the matrices of products may be stored narrower than the model computes (bfloat16 under
+float32), which halves what a step reads, and only where no value changes. One choice holds for the
+whole model, all matrices or none, so that every region is compiled for one dtype. Tables, norms,
+mHC mixers, the router, index head weights, sinks and other small tensors keep the model's dtype.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +43,7 @@ class AttentionWeights:
     kv_norm: Tensor
     frequencies: Tensor
     wo_a: Tensor
-    """(groups, heads * head_dim / groups, o_lora_rank): transposed for a batched product."""
+    """(groups, o_lora_rank, heads * head_dim / groups)."""
     wo_b: Tensor
     sink: Tensor
 
@@ -67,9 +74,9 @@ class MoEWeights:
     gate: Tensor
     bias: Tensor
     w13: Tensor
-    """(E, D, 2 * I), gate half first."""
+    """(E, D, 2 * I), gate half first. Stored narrow it is a transpose of dense (E, 2 * I, D)."""
     w2: Tensor
-    """(E, I, D)."""
+    """(E, I, D). Stored narrow it is a transpose of dense (E, D, I)."""
     shared_w13: Tensor
     """(2 * I, D)."""
     shared_w2: Tensor
@@ -144,7 +151,7 @@ def _attention(attn: Attention) -> AttentionWeights:
         attn.wq_b.weight.data,
         attn.kv_norm.weight.data,
         attn.frequencies,
-        attn.wo_a.weight.data.unflatten(0, (groups, -1)).transpose(1, 2).contiguous(),
+        attn.wo_a.weight.data.unflatten(0, (groups, -1)),
         attn.wo_b.weight.data,
         attn.attn_sink.data,
     )
@@ -206,8 +213,63 @@ def _layer(block: Block) -> LayerWeights:
     )
 
 
-def pack_weights(model: DraftModel, *, with_drafter: bool) -> StepWeights:
-    """Pack a loaded model. Unpacked parameters stay shared with the model; packed ones are new."""
+EXPERTS = ("w13", "w2")
+MATRICES = (
+    *EXPERTS, "w_in", "wq_b", "wo_a", "wo_b", "wk", "shared_w13", "shared_w2", "wkv", "main_proj",
+    "markov_head", "head",
+)
+"""Fields that hold the weight of a product with many outputs, in whichever part they stand."""
+
+
+def _matrices(part: Any) -> Iterator[Tensor]:
+    """Every matrix of a part and of the parts below it."""
+    for item in fields(part):
+        value = getattr(part, item.name)
+        if item.name in MATRICES:
+            yield value
+        else:
+            for inner in value if isinstance(value, tuple) else (value,):
+                if is_dataclass(inner):
+                    yield from _matrices(inner)
+
+
+def _store_matrices(part: Any, storage: torch.dtype) -> Any:
+    """The part with every matrix in `storage`, each output's weights side by side."""
+    changes: dict[str, Any] = {}
+    for item in fields(part):
+        value = getattr(part, item.name)
+        if item.name in EXPERTS:
+            changes[item.name] = value.to(storage).transpose(1, 2).contiguous().transpose(1, 2)
+        elif item.name in MATRICES:
+            changes[item.name] = value.to(storage)
+        elif isinstance(value, tuple):
+            changes[item.name] = tuple(_store_matrices(inner, storage) for inner in value)
+        elif is_dataclass(value):
+            changes[item.name] = _store_matrices(value, storage)
+    return replace(part, **changes)
+
+
+def store_matrices(weights: StepWeights, storage: torch.dtype) -> StepWeights:
+    """The weights with all matrices in `storage`, or as they are if that would change a value."""
+    if any(not torch.equal(w.to(storage).to(w.dtype), w) for w in _matrices(weights)):
+        return weights
+    stored: StepWeights = _store_matrices(weights, storage)
+    return stored
+
+
+def pack_weights(
+    model: DraftModel, *, with_drafter: bool, storage: torch.dtype | None = None
+) -> StepWeights:
+    """Pack a loaded model. Unpacked parameters stay shared with the model; packed ones are new.
+
+    storage: dtype to store matrices in where that is exact (see above); None keeps the model's.
+    """
+    weights = _pack_wide(model, with_drafter=with_drafter)
+    return weights if storage is None else store_matrices(weights, storage)
+
+
+def _pack_wide(model: DraftModel, *, with_drafter: bool) -> StepWeights:
+    """All tensors in the model's dtype."""
     draft_layers: tuple[LayerWeights, ...] = ()
     draft_head = None
     if with_drafter:

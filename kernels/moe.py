@@ -79,9 +79,12 @@ def routed_experts(
     """Sum of the routed experts' outputs; the routing weight multiplies before `w2`.
 
     x: (T, D); ids, weights: (T, k), an id of E meaning "no expert"; w13: (E, D, 2 * I) with the
-    gate half first; w2: (E, I, D). Returns (T, D) in the island dtype.
+    gate half first; w2: (E, I, D); both in the dtype of `x`, or bfloat16 and widened (fastest with
+    each output's weights side by side, so a transpose of dense (E, 2 * I, D) and (E, D, I)).
+    Returns (T, D) in the island dtype.
     """
     num_experts = w13.shape[0]
+    w13, w2 = w13.to(x.dtype), w2.to(x.dtype)
     top_k = ids.shape[-1]
     flat = ids.reshape(-1)
     order = flat.sort(stable=True).indices

@@ -18,23 +18,34 @@ import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from decodegrid.kernels import hyper_connection, moe, sampling, select_entries
+from decodegrid.kernels import filters, hyper_connection, linear, moe, sampling, select_entries
 
-OPS = ("routed_experts", "select_entries", "sinkhorn", "gumbel_noise")
-DEFINED_BY = (moe, select_entries, hyper_connection, sampling)
+OPS = (
+    "routed_experts", "select_entries", "sinkhorn", "gumbel_noise", "uniform_noise",
+    "filter_logits", "linear", "grouped_linear",
+)
+DEFINED_BY = (moe, select_entries, hyper_connection, sampling, filters, linear)
 """Modules that define the ops: they must be imported before the library registers kernels."""
 CSRC = Path(__file__).resolve().parent / "csrc"
 SOURCES = tuple(
-    CSRC / f"{name}.cpp" for name in ("experts", "noise", "select_entries", "sinkhorn")
+    CSRC / f"{name}.cpp"
+    for name in (
+        "bf16_rows", "experts", "filters", "linear", "noise", "select_entries", "sinkhorn",
+    )
 )
+HEADERS = (CSRC / "bf16_rows.h",)
 # No contraction: the bits must not depend on the instruction set. Two flags let loops vectorise.
 BASE_FLAGS = (
     "-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno",
 )
 
 
-class NativeBuildError(RuntimeError):
-    """The C++ compiler is missing or refused the kernels."""
+LEFTOVER_PREFIX = ".kernels-build-"
+"""Start of the names of build directories; a build that was killed leaves one in the cache."""
+
+
+class NativeBuildError(ValueError):
+    """The kernels cannot be built or kept: no compiler, its refusal, or a place to write to."""
 
 
 def machine_flags() -> tuple[str, ...]:
@@ -49,7 +60,7 @@ def machine_flags() -> tuple[str, ...]:
 
 def library_path(cache_dir: Path) -> Path:
     """Where the library for these sources, compiler flags, torch and machine belongs."""
-    sources = [source.read_text() for source in SOURCES]
+    sources = [source.read_text() for source in (*SOURCES, *HEADERS)]
     facts = [*sources, *BASE_FLAGS, *machine_flags(), platform.machine(), torch.__version__]
     facts.append(sysconfig.get_python_version())
     key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
@@ -62,23 +73,55 @@ def _run(command: list[str]) -> None:
     except OSError as error:
         raise NativeBuildError(f"{command[0]}: {error}") from None
     if done.returncode != 0:
-        raise NativeBuildError(f"{' '.join(command)} failed: {done.stderr.strip()[:2000]}")
+        full = "No space left on device" in done.stderr
+        hint = "; compile.cache_dir can be on another disk" if full else ""
+        raise NativeBuildError(f"{' '.join(command)} failed: {done.stderr.strip()[:2000]}{hint}")
+
+
+def _find_compiler() -> str:
+    try:
+        return str(get_cpp_compiler())
+    except RuntimeError as error:  # torch tried every compiler that it knows
+        raise NativeBuildError(f"no C++ compiler: {error}") from None
+
+
+def _cannot_write(cache_dir: Path, reason: str) -> NativeBuildError:
+    return NativeBuildError(
+        f"{cache_dir}: the native kernels cannot be built there ({reason}); "
+        "set compile.cache_dir to a directory that can be written"
+    )
+
+
+def require_library(cache_dir: Path, reason: str) -> None:
+    """Raise NativeBuildError for a place that cannot be written, unless the library is there."""
+    if not library_path(cache_dir).exists():
+        raise _cannot_write(cache_dir, reason)
 
 
 def build_library(cache_dir: Path) -> Path:
     """Compile the kernels unless the library is there; returns its path.
 
     Two processes may build at once: each works in its own directory and renames the result into
-    place.
+    place, so that a build which is killed leaves no library, only its directory. Raises
+    NativeBuildError; of a place that cannot be written it names the setting.
     """
     target = library_path(cache_dir)
     if target.exists():
         return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    compiler = get_cpp_compiler()
+    compiler = _find_compiler()
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        _build(compiler, cache_dir, target)
+    except OSError as error:
+        raise _cannot_write(cache_dir, error.strerror or str(error)) from None
+    return target
+
+
+def _build(compiler: str, cache_dir: Path, target: Path) -> None:
+    """Compile and link in a directory of its own, then move the library to `target`."""
     includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
     flags = [*BASE_FLAGS, *machine_flags(), *includes]
-    with tempfile.TemporaryDirectory(dir=cache_dir) as name:
+    with tempfile.TemporaryDirectory(dir=cache_dir, prefix=LEFTOVER_PREFIX) as name:
         work = Path(name)
         commands = [
             [compiler, *flags, "-c", str(source), "-o", str(work / f"{source.stem}.o")]
@@ -90,20 +133,28 @@ def build_library(cache_dir: Path) -> Path:
         objects = [command[-1] for command in commands]
         built = str(work / "kernels.so")
         _run([compiler, "-shared", *objects, *libraries, "-lc10", "-ltorch_cpu", "-o", built])
+        with open(built, "rb") as library:
+            os.fsync(library.fileno())  # whole on the disk before it has its name
         os.replace(built, target)
-    return target
 
 
-def install_native_kernels(cache_dir: Path) -> Path:
-    """Build the kernels and make them the CPU implementation of their ops; returns the library.
-
-    Holds for the process: loading it again changes nothing.
-    """
-    path = build_library(cache_dir)
-    installed = [
+def has_native_kernels() -> bool:
+    """Whether this process has the CPU implementations of all ops."""
+    return all(
         torch._C._dispatch_has_kernel_for_dispatch_key(f"decodegrid::{name}", "CPU")
         for name in OPS
-    ]
-    if not any(installed):
+    )
+
+
+def install_native_kernels(cache_dir: Path) -> None:
+    """Build the kernels and make them the CPU implementation of their ops.
+
+    Holds for the process: a second call builds and changes nothing.
+    """
+    if has_native_kernels():
+        return
+    path = build_library(cache_dir)
+    try:
         torch.ops.load_library(str(path))
-    return path
+    except OSError as error:
+        raise NativeBuildError(f"{path}: {error}; remove it to have it built anew") from None

@@ -6,6 +6,7 @@ layers of 32 channels, for float64 proofs. Both are parsed config.json objects, 
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.model_config import ModelConfig, parse_model_config
 from decodegrid.graphs.random_init import randomise
+from decodegrid.kernels.native import install_native_kernels
 
 _TINY_TEXT = {
     "model_type": "deepseek_v41_text",
@@ -183,3 +185,11 @@ def make_model(make_raw: Callable[..., dict[str, Any]]) -> Callable[..., DraftMo
         return model.requires_grad_(False)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def native_kernels() -> Path:
+    """The directory of the native kernels, which are built there once and installed."""
+    directory = Path(__file__).resolve().parents[1] / "build" / "native"
+    install_native_kernels(directory)
+    return directory

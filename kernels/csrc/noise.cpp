@@ -1,5 +1,5 @@
-// Gumbel noise as a pure function of (seed, position, token id), the CPU kernel of
-// decodegrid::gumbel_noise.
+// Noise as a pure function of (seed, position, token id), the CPU kernels of
+// decodegrid::gumbel_noise and decodegrid::uniform_noise.
 //
 // The hash is that of kernels/sampling.py on uint32. The logarithms are series of our own, so that
 // the bits do not depend on a maths library, the row order or the number of rows.
@@ -64,6 +64,14 @@ inline float gumbel(uint32_t bits) {
   return -log_positive((bits >> 31) ? large : small);
 }
 
+// Hash of a row, to which token ids are added.
+inline uint32_t row_key(int64_t seed, int64_t position) {
+  const uint64_t bits = static_cast<uint64_t>(seed);
+  const uint64_t place = static_cast<uint64_t>(position);
+  const uint32_t key = mix(mix(static_cast<uint32_t>(bits)) ^ static_cast<uint32_t>(bits >> 32));
+  return mix(key ^ static_cast<uint32_t>(place * POSITION_STRIDE));
+}
+
 // Rows with a temperature of 0 (or less) get zeros and cost nothing else.
 at::Tensor gumbel_noise(
     const at::Tensor& seed, const at::Tensor& position, const at::Tensor& temperature,
@@ -78,10 +86,8 @@ at::Tensor gumbel_noise(
       std::memset(target, 0, static_cast<size_t>(vocab_size) * sizeof(float));
       continue;
     }
-    const uint64_t bits = static_cast<uint64_t>(seeds.const_data_ptr<int64_t>()[row]);
-    const uint64_t place = static_cast<uint64_t>(positions.const_data_ptr<int64_t>()[row]);
-    uint32_t key = mix(mix(static_cast<uint32_t>(bits)) ^ static_cast<uint32_t>(bits >> 32));
-    key = mix(key ^ static_cast<uint32_t>(place * POSITION_STRIDE));
+    const uint32_t key =
+        row_key(seeds.const_data_ptr<int64_t>()[row], positions.const_data_ptr<int64_t>()[row]);
     const uint32_t count = static_cast<uint32_t>(vocab_size);
     for (uint32_t token = 0; token < count; ++token)
       target[token] = gumbel(mix(mix(key ^ (token * ID_STRIDE)) ^ token));
@@ -89,6 +95,21 @@ at::Tensor gumbel_noise(
   return out;
 }
 
+// The bits of token 0, in the middle of their interval: exact in a double, never 0 or 1.
+at::Tensor uniform_noise(const at::Tensor& seed, const at::Tensor& position) {
+  const at::Tensor seeds = seed.contiguous(), positions = position.contiguous();
+  at::Tensor out = at::empty({seeds.numel()}, seed.options().dtype(at::kDouble));
+  for (int64_t row = 0; row < seeds.numel(); ++row) {
+    const uint32_t key =
+        row_key(seeds.const_data_ptr<int64_t>()[row], positions.const_data_ptr<int64_t>()[row]);
+    out.mutable_data_ptr<double>()[row] = (static_cast<double>(mix(mix(key))) + 0.5) * 0x1p-32;
+  }
+  return out;
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(decodegrid, CPU, library) { library.impl("gumbel_noise", gumbel_noise); }
+TORCH_LIBRARY_IMPL(decodegrid, CPU, library) {
+  library.impl("gumbel_noise", gumbel_noise);
+  library.impl("uniform_noise", uniform_noise);
+}

@@ -12,6 +12,8 @@ from decodegrid.configs.schema import DeploymentConfig
 
 Write = Callable[[str], Path]
 
+VERIFY_TOKENS = 'must be "scheduled", "all" or a whole number >= 1'
+
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
@@ -124,9 +126,9 @@ def test_null_is_refused(write: Write, null: str) -> None:
         ("cache", "block_size", "7", "must be even, got 7"),
         ("cache", "block_size", "1026", "must be less than or equal to 1024, got 1026"),
         ("cache", "num_blocks", "1", "must be 0 (sized by need) or at least 2"),
-        ("speculation", "verify_tokens", "x", 'must be "all" or a whole number >= 1, got "x"'),
-        ("speculation", "verify_tokens", "0", 'must be "all" or a whole number >= 1, got 0'),
-        ("speculation", "verify_tokens", "true", 'must be "all" or a whole number >= 1, got true'),
+        ("speculation", "verify_tokens", "x", f'{VERIFY_TOKENS}, got "x"'),
+        ("speculation", "verify_tokens", "0", f"{VERIFY_TOKENS}, got 0"),
+        ("speculation", "verify_tokens", "true", f"{VERIFY_TOKENS}, got true"),
         ("grid", "num_reqs", "8", "must be a list, got 8"),
         ("grid", "num_reqs", "[4, 2, 8]", "must be ascending without repeats; 2 follows 4"),
         ("grid", "num_reqs", "[8, 8]", "must be ascending without repeats; 8 follows 8"),
@@ -178,7 +180,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"model: \x80\x00")
     (error,) = errors_of(path)
-    assert error.startswith("x.yaml:1:1: ")
+    assert error == "x.yaml: not UTF-8 text (byte 7 is 0x80); save it as UTF-8"
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
@@ -224,6 +226,13 @@ def test_fields_that_contradict_each_other_are_all_named(write: Write) -> None:
     assert "speculation.num_draft_tokens = 3" in per_req
     assert verify.startswith("x.yaml:8:18: speculation.verify_tokens: must be at most 24")
     assert verify.endswith("got 25")
+
+
+def test_fresh_rates_need_coupled_verification(write: Write) -> None:
+    path = write("speculation:\n  budget_rates: fresh\n")
+    load_config(path)
+    (error,) = errors_of(path, "speculation.verify=rejection")
+    assert 'speculation.budget_rates: must be "delayed"' in error
 
 
 def test_contradiction_with_a_default_names_the_file(write: Write) -> None:

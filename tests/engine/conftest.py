@@ -8,7 +8,7 @@ Whether its drafts are right is a switch.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from zlib import crc32
 
 import deepseek_recipe as recipe
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from decodegrid.capture.grid import Grid
 from decodegrid.engine.runner_protocol import SlotRequest, StepResult
 from decodegrid.engine.tokenizer import Tokenizer
 
@@ -101,6 +102,9 @@ class FakeRunner:
         self.num_captured = 5
         self.start_up_report = "phase table of the fake"
         self.drafts = drafts
+        self.confidence = 0.5
+        self.grid: Grid | None = None
+        """Where keys come from; None makes keys that count pads and need no grid."""
         self.model = model or ToyModel()
         self.slots: dict[int, Slot] = {}
         self.memory = np.full((self.num_blocks, block_size), STALE, dtype=np.int64)
@@ -162,8 +166,11 @@ class FakeRunner:
             num_emitted[row] = len(emitted)
         self.log.append(("decode", len(slots), num_query_tokens))
         verified = np.asarray(widths, dtype=np.int64) - 1
-        key = Key(1 << (len(slots) - 1).bit_length(), 2 * num_query_tokens)
-        return StepResult(token_ids, num_emitted, verified, num_query_tokens, key)
+        key: Any = Key(1 << (len(slots) - 1).bit_length(), 2 * num_query_tokens)
+        if self.grid is not None:
+            key = self.grid.select(len(slots), num_query_tokens)
+        confidence = np.full((len(slots), width - 1), self.confidence, dtype=np.float32)
+        return StepResult(token_ids, num_emitted, verified, confidence, num_query_tokens, key)
 
     def _split(self, slots: Sequence[int], num_query_tokens: int) -> list[int]:
         """One token a row, the rest by draft position and then by row."""

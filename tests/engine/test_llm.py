@@ -12,6 +12,7 @@ from decodegrid.engine.llm import LLM
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.tokenizer import Tokenizer
+from decodegrid.engine.verify_policy import FixedVerify
 
 
 def greedy(max_tokens: int = 16) -> SamplingParams:
@@ -20,8 +21,8 @@ def greedy(max_tokens: int = 16) -> SamplingParams:
 
 @pytest.fixture
 def make_llm(tokenizer: Tokenizer, make_runner: Callable[..., Any]) -> Callable[..., LLM]:
-    def make(verify_tokens: Any = "all", **options: Any) -> LLM:
-        return LLM.from_runner(make_runner(**options), tokenizer, verify_tokens=verify_tokens)
+    def make(verify_tokens: int | None = None, **options: Any) -> LLM:
+        return LLM.from_runner(make_runner(**options), tokenizer, policy=FixedVerify(verify_tokens))
 
     return make
 

@@ -30,8 +30,14 @@ from decodegrid.engine.sampling_params import SamplingParams
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.01, "above 0 and at most 1"),
         ("top_p", math.nan, "above 0 and at most 1"),
-        ("top_p", 0.9, "not supported"),
-        ("top_k", 5, "not supported"),
+        ("top_p", "0.9", "above 0 and at most 1, got '0.9'"),
+        ("top_p", True, "above 0 and at most 1, got True"),
+        ("top_k", 0, r"top_k must be -1 \(off\) or at least 1, got 0"),
+        ("top_k", -2, r"top_k must be -1 \(off\) or at least 1, got -2"),
+        ("top_k", 2.0, "top_k must be an integer, got 2.0"),
+        ("top_k", -1.0, "top_k must be an integer, got -1.0"),
+        ("top_k", True, "top_k must be an integer, got True"),
+        ("top_k", None, "top_k must be an integer, got None"),
         ("min_p", 0.1, "not supported"),
         ("n", 2, "not supported"),
         ("min_tokens", 3, "not supported"),
@@ -57,5 +63,7 @@ def test_accepted() -> None:
         temperature=0, max_tokens=None, seed=2**63 - 1, stop_token_ids=[1, 2], stop=[], top_p=1
     )
     assert params.temperature == 0 and params.max_tokens is None
+    params = SamplingParams(top_p=1e-9, top_k=10**30)
+    assert params.top_p == 1e-9 and params.top_k == 10**30
     with pytest.raises(TypeError):
         SamplingParams(best_of=2)  # type: ignore[call-arg]

@@ -12,6 +12,7 @@ from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.scheduler import DecodeStep, PrefillStep, Scheduler
 from decodegrid.engine.stats import EngineStats
+from decodegrid.engine.verify_policy import FixedVerify
 
 EOS = 1
 
@@ -123,16 +124,16 @@ def test_a_fresh_row_verifies_no_draft_and_rows_end_within_their_length(
         plan = loop.scheduler.schedule()
         assert isinstance(plan.step, DecodeStep)
         offered.append(plan.step.num_offered)
-        loop._decode(plan.step)
+        loop._decode(plan.step, 0.0)
     assert offered == [(0,), (2,), (1,), (0,)]
 
 
-@pytest.mark.parametrize(("verify", "total"), [("all", 18), (18, 18), (7, 7), (3, 3), (1, 3)])
-def test_verify_tokens_bounds_the_total(
-    make_runner: Callable[..., Any], verify: Any, total: int
+@pytest.mark.parametrize(("limit", "total"), [(None, 18), (18, 18), (7, 7), (3, 3), (1, 3)])
+def test_a_fixed_policy_bounds_the_total(
+    make_runner: Callable[..., Any], limit: int | None, total: int
 ) -> None:
     runner = make_runner(drafts=0)
-    loop = make_loop(runner, verify_tokens=verify)
+    loop = make_loop(runner, policy=FixedVerify(limit))
     for i in range(3):
         add(loop, str(i), [20 + i], max_tokens=50)
     loop.step()
@@ -315,6 +316,7 @@ def test_stop_token_ids_are_bounded_and_checked(make_runner: Callable[..., Any])
 
 
 def test_bad_scheduler_settings(make_runner: Callable[..., Any]) -> None:
-    for options in ({"decode_steps_per_prefill_chunk": 0}, {"verify_tokens": 0}):
-        with pytest.raises(ValueError, match="at least 1"):
-            make_loop(make_runner(), **options)
+    with pytest.raises(ValueError, match="at least 1"):
+        make_loop(make_runner(), decode_steps_per_prefill_chunk=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        FixedVerify(0)

@@ -25,7 +25,7 @@ from decodegrid.engine.runner import Runner
 from decodegrid.engine.runner_protocol import SlotRequest, StepResult
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.regions import RegionTable
-from decodegrid.graphs.state import Capacity
+from decodegrid.graphs.state import Capacity, VerifyMode
 
 BLOCK_SIZE = 8
 MAX_MODEL_LEN = 128
@@ -154,9 +154,8 @@ class CachedRun:
     def snapshot(self) -> "Snapshot":
         """A copy of all state and of the texts."""
         state = self.runner.model.state
-        tensors = {name: tensor.clone() for name, tensor in state.tensors()}
         return Snapshot(
-            tensors,
+            {name: tensor.clone() for name, tensor in state.tensors()},
             {slot: list(text) for slot, text in self.texts.items()},
             {slot: list(rows) for slot, rows in self.logits.items()},
         )
@@ -249,6 +248,7 @@ def build_run(
     max_num_reqs: int,
     req_sizes: Sequence[int],
     draft_temperatures: tuple[float, ...] = (),
+    verify: VerifyMode = "coupled",
     backend: Backend = "none",
     cache_dir: Path | None = None,
     spare_blocks: int = 3,
@@ -256,7 +256,8 @@ def build_run(
     """A runner in the model's own dtype, captured prefill sizes 4 and 16."""
     dtype = model.embed.weight.dtype
     num_blocks = max_num_reqs * BLOCKS_PER_SLOT + spare_blocks
-    capacity = Capacity(max_num_reqs + 1, num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, num_drafts)
+    sizes = (max_num_reqs + 1, num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, num_drafts)
+    capacity = Capacity(*sizes, verify)
     options = RunnerOptions(
         capacity=capacity,
         grid=build_grid(max_num_reqs, num_drafts, req_sizes),
@@ -275,10 +276,8 @@ def build_run(
 @pytest.fixture(scope="session")
 def make_run(make_model: Callable[..., DraftModel]) -> Callable[..., CachedRun]:
     """make_run(num_drafts=5, max_num_reqs=8, req_sizes=(1, 3), **changes): a float64 run.
-
     Runners are shared between the tests that ask for the same one; each call resets it. Two
-    Sinkhorn rounds instead of 20, because they are no part of what the cache can break.
-    """
+    Sinkhorn rounds instead of 20, because they are no part of what the cache can break."""
     made: dict[str, CachedRun] = {}
 
     def make(
@@ -286,9 +285,10 @@ def make_run(make_model: Callable[..., DraftModel]) -> Callable[..., CachedRun]:
         max_num_reqs: int = 8,
         req_sizes: tuple[int, ...] = (1, 3),
         draft_temperatures: tuple[float, ...] = (),
+        verify: VerifyMode = "coupled",
         **changes: Any,
     ) -> CachedRun:
-        sizes = (num_drafts, max_num_reqs, req_sizes, draft_temperatures)
+        sizes = (num_drafts, max_num_reqs, req_sizes, draft_temperatures, verify)
         key = repr((sizes, sorted(changes.items())))
         if key not in made:
             model = make_model(**{"hc_sinkhorn_iters": 2, **changes})
@@ -300,14 +300,18 @@ def make_run(make_model: Callable[..., DraftModel]) -> Callable[..., CachedRun]:
 
 
 @pytest.fixture
-def four_layer_run(make_run: Callable[..., CachedRun]) -> CachedRun:
+def four_layer_run(request: pytest.FixtureRequest, make_run: Callable[..., CachedRun]) -> CachedRun:
     """A float64 run of up to 3 rows of the model that `compiled_run` compiles."""
-    return make_run(max_num_reqs=3, req_sizes=(3,), **FOUR_LAYERS)
+    verify = getattr(request, "param", "coupled")
+    return make_run(max_num_reqs=3, req_sizes=(3,), verify=verify, **FOUR_LAYERS)
 
 
 @pytest.fixture(scope="session")
 def compiled_run(
-    make_model: Callable[..., DraftModel], tmp_path_factory: pytest.TempPathFactory
+    make_model: Callable[..., DraftModel],
+    make_raw: Callable[..., dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+    native_kernels: Path,
 ) -> CachedRun:
     """The one inductor compilation of these tests: float32, four layers of every kind, a pool far
     larger than any other tensor, up to three rows. The oracle has the same weights in float64.
@@ -321,11 +325,12 @@ def compiled_run(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "make_regions", lambda *a: tables.append(plain(*a)) or tables[0])
         cache_dir = tmp_path_factory.mktemp("inductor")
-        run = build_run(model, 5, 3, (1, 3), (), "inductor", cache_dir, spare_blocks=8192)
+        run = build_run(model, 5, 3, (1, 3), (), "coupled", "inductor", cache_dir, 8192)
     run.oracle = make_model(dtype=torch.float64, **FOUR_LAYERS)
     run.oracle.load_state_dict(model.state_dict())
     torch.set_num_threads(threads)
     run.regions = tables[0]
+    run.cache_dir, run.raw = cache_dir, make_raw(**FOUR_LAYERS)
     return run
 
 

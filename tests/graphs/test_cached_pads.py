@@ -85,11 +85,14 @@ def live_state(run):
     }
 
 
-@pytest.mark.parametrize("value", [HUGE, -HUGE, -1])
-@pytest.mark.parametrize("total", [3, 7, 14])
-def test_poison_reaches_nothing_live(make_run, make_prompt, total, value):
+@pytest.mark.parametrize(
+    "verify, total, value",
+    [("coupled", total, value) for total in (3, 7, 14) for value in (HUGE, -HUGE, -1)]
+    + [("rejection", 3, HUGE), ("rejection", 14, -HUGE), ("rejection", 14, -1)],
+)
+def test_poison_reaches_nothing_live(make_run, make_prompt, verify, total, value):
     """3 rows in a pair of 8 rows; totals below a captured size leave surplus tokens too."""
-    run = make_run(req_sizes=(8,))
+    run = make_run(req_sizes=(8,), verify=verify)
     snapshot = begin_rows(run, make_prompt)
     clean = run.decode(LIVE, total)
     want, texts = live_state(run), dict(run.texts)
@@ -108,10 +111,11 @@ def test_poison_reaches_nothing_live(make_run, make_prompt, total, value):
         assert torch.equal(tensor, want[name]), name
 
 
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
 @pytest.mark.parametrize("total", [3, 14])
-def test_a_decode_step_writes_nothing_else(make_run, make_prompt, total):
+def test_a_decode_step_writes_nothing_else(make_run, make_prompt, total, verify):
     """Outside the live slots, their blocks and the null ones no bit changes (C12)."""
-    run = make_run(req_sizes=(8,))
+    run = make_run(req_sizes=(8,), verify=verify)
     before = begin_rows(run, make_prompt)
     run.decode(LIVE, total)
     check_untouched(run, before)

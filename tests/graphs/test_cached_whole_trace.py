@@ -33,10 +33,12 @@ def traced():
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("four_layer_run", ["coupled", "rejection"], indirect=True)
 def test_decode_step_is_one_graph(four_layer_run, make_prompt, traced):
     run = four_layer_run
     for slot, length in ((1, 11), (2, 4), (3, 18)):
-        run.begin(slot, make_prompt(length, length))
+        run.begin(slot, make_prompt(length, length), temperature=0.7 * (slot > 1), seed=slot)
+    run.runner.model.state.slots.top_p[3] = 0.8
     run.decode([1, 2, 3], 3)
     before = run.snapshot()
     model, buffers = run.runner.model, run.runner.buffers

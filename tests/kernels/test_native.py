@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decodegrid.kernels import moe, sampling, select_entries
+from decodegrid.kernels import filters, moe, sampling, select_entries
 from decodegrid.kernels.hyper_connection import sinkhorn, sinkhorn_op
 from decodegrid.kernels.native import (
     OPS,
@@ -119,6 +119,35 @@ def test_noise_bits_do_not_depend_on_the_batch() -> None:
     reference = sampling.gumbel_noise(seed, position, heat, 3001)
     torch.testing.assert_close(together, reference, rtol=1e-6, atol=1e-6)
     assert not together[3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("step", [0.0, 0.5])
+@pytest.mark.parametrize("vocab", [1, 13, 1000])
+def test_filter_logits(vocab: int, step: float, dtype: torch.dtype) -> None:
+    """The same survivors and the same bits as the reference, ties and masked tokens included."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = 4 * torch.randn(200, vocab, generator=generator, dtype=torch.float64)
+    logits = ((logits / step).round() * step if step else logits).to(dtype)
+    logits[torch.rand(logits.shape, generator=generator) < 0.05] = float("-inf")
+    choices = torch.randint(0, 6, (3, 200), generator=generator)
+    heat = torch.tensor([0.0, 1e-6, 0.5, 0.7, 1.0, 9.0], dtype=dtype)[choices[0]]
+    top_p = torch.tensor([1e-9, 0.2, 0.5, 0.95, 1.0, 1.0], dtype=dtype)[choices[1]]
+    top_k = torch.tensor([-1, -1, 1, 5, 500, 2000])[choices[2]]
+    wanted = filters.filter_logits(logits, heat, top_p, top_k)
+    assert torch.equal(filters.filter_logits_op(logits, heat, top_p, top_k), wanted)
+    strided = logits.t().contiguous().t()
+    assert torch.equal(filters.filter_logits_op(strided, heat, top_p, top_k), wanted)
+    assert vocab == 1 or int((wanted == float("-inf")).sum()) > 1.5 * int(logits.isinf().sum())
+
+
+def test_uniform_noise() -> None:
+    """The same bits as the reference, at the ends of the range too."""
+    seed = torch.tensor([0, 1, 2**63 - 1, 12345, 77])
+    position = torch.tensor([0, 5, 2**28 - 1, 17, 2**31])
+    found = sampling.uniform_noise_op(seed, position)
+    assert torch.equal(found, sampling.uniform_noise(seed, position))
+    assert torch.equal(sampling.uniform_noise_op(seed.flip(0), position.flip(0)), found.flip(0))
 
 
 def test_library_key_and_compiler_errors(

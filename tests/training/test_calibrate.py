@@ -1,0 +1,59 @@
+"""The fit of confidence temperatures on data whose answer is known."""
+
+import pytest
+import torch
+
+from training.calibrate import (
+    MODES,
+    Observed,
+    calibrate,
+    calibration_error,
+    coupled_acceptance,
+    fit,
+)
+
+
+def test_fit_finds_the_divisor() -> None:
+    logits = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * 3
+    for temperature in (0.5, 1.0, 2.5):
+        assert fit(logits, (logits / temperature).sigmoid()) == pytest.approx(temperature, rel=0.02)
+
+
+def test_calibration_error_is_the_gap() -> None:
+    predicted = torch.full((100,), 0.75)
+    accepted = torch.full((100,), 0.6)
+    assert calibration_error(predicted, accepted) == pytest.approx(0.15)
+    assert calibration_error(predicted, predicted) == 0.0
+    two = torch.cat((predicted, torch.full((100,), 0.15)))
+    assert calibration_error(two, torch.cat((accepted, accepted))) == pytest.approx(0.3)
+
+
+def test_coupled_acceptance_is_that_of_the_same_noise() -> None:
+    """Against the exact probability that two Gumbel-max draws with one noise agree, the sum over
+    tokens of 1 / sum_j max(p_j / p_i, q_j / q_i)."""
+    generator = torch.Generator().manual_seed(1)
+    drafted = torch.randn(1, 12, generator=generator) * 1.5
+    wanted = drafted + torch.randn(1, 12, generator=generator)
+    p, q = drafted[0].softmax(-1), wanted[0].softmax(-1)
+    ratio = torch.maximum(p / p[:, None], q / q[:, None]).sum(1)
+    exact = float((1 / ratio).sum())
+    many = coupled_acceptance(drafted.expand(400, -1), wanted.expand(400, -1), 7)
+    assert float(many.mean()) == pytest.approx(exact, abs=0.012)
+    assert float(torch.minimum(p, q).sum()) > exact
+    assert coupled_acceptance(wanted, wanted, 3).tolist() == [1.0]
+
+
+def test_each_slot_and_mode_has_its_own_temperature() -> None:
+    logits = torch.randn(3000, 2, generator=torch.Generator().manual_seed(2)) * 2
+    truth = {"coupled": (2.0, 0.8), "rejection": (1.25, 0.5)}
+    accepted = {
+        mode: torch.stack([(logits[:, i] / truth[mode][i]).sigmoid() for i in range(2)], 1)
+        for mode in MODES
+    }
+    live = torch.ones(3000, 2, dtype=torch.bool)
+    live[:1000, 1] = False
+    accepted["coupled"][:1000, 1] = 0.0  # what is not live does not count
+    found = calibrate(Observed(logits, live, accepted))
+    for mode in MODES:
+        assert found[mode]["temperature"] == pytest.approx(truth[mode], rel=0.02)
+        assert max(found[mode]["error_after"]) < 0.01
