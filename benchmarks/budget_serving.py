@@ -22,7 +22,12 @@ from decodegrid.engine.verify_policy import FixedVerify, ScheduledVerify, Verify
 
 LOADS = (1, 8, 32)
 TEMPERATURES = (0.7, 1.0)
-LARGE = ("scheduler.max_num_reqs=32", "speculation.verify_tokens=scheduled")
+LARGE = (
+    "scheduler.max_num_reqs=32",
+    # Prompts first, so that a batch of 32 is one.
+    "scheduler.decode_steps_per_prefill_chunk=0",
+    "speculation.verify_tokens=scheduled",
+)
 REJECTION = ("speculation.verify=rejection", "speculation.verify_tokens=all")
 
 

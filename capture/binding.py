@@ -11,7 +11,7 @@ Dynamo makes the same checks from guards, which do not outlive the process.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -135,8 +135,8 @@ class Binding:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Binding":
-        """Inverse of `as_json`; raises KeyError, TypeError or ValueError for anything else."""
-        return cls(
+        """Inverse of `as_json`; raises one of several errors for anything else."""
+        binding = cls(
             tuple(value["structure"]),
             tuple(
                 TensorFacts(dtype, device, tuple(sizes), tuple(strides))
@@ -145,6 +145,26 @@ class Binding:
             tuple(InnerSource(*source) for source in value["inputs"]),
             tuple(value["guards"]),
         )
+        binding.check()
+        return binding
+
+    def check(self) -> None:
+        """Raise BindingError, TypeError or a sympy error for parts that do not fit together."""
+        count = sum(max(size, 1) if size else 0 for size in self.structure)
+        if count != len(self.leaves) or any(size < -1 for size in self.structure):
+            raise BindingError(f"structure {self.structure} has not {len(self.leaves)} leaves")
+        for facts in self.leaves:
+            kinds = {type(size) for size in (*facts.sizes, *facts.strides)}
+            if len(facts.sizes) != len(facts.strides) or not kinds <= {int, str, type(None)}:
+                raise BindingError(f"{facts} are no facts of a tensor")
+        for source in self.inputs:
+            if source.part not in get_args(Part) or not 0 <= source.leaf < len(self.leaves):
+                raise BindingError(f"{source} is no part of {len(self.leaves)} leaves")
+            if not 0 <= source.dim < max(1, len(self.leaves[source.leaf].sizes)):
+                raise BindingError(f"{source} is no dimension of its leaf")
+        if any(not isinstance(guard, str) for guard in self.guards):
+            raise BindingError(f"guards {self.guards} are not all text")
+        _check_symbols(self.leaves, self.guards)
 
 
 def _fits(

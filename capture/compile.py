@@ -281,21 +281,20 @@ class RegionCompiler:
         if self.progress is not None:
             self.progress.advance()
 
-        index = self.counters.num_present(region.name) - 1
         is_saved = False
 
         def hook(call: InnerCall) -> None:
             nonlocal is_saved
             self._record(region, call)
             if not is_saved and self.store is not None:
-                self._save(self.store, region, index, call)
+                self._save(self.store, region, call)
             is_saved = True
 
         if self.options.backend == "eager":
             return lower_eager(module, hook)
         return lower_inductor(region.name, module, inputs, hook)
 
-    def _save(self, store: RegionStore, region: Region, index: int, call: InnerCall) -> None:
+    def _save(self, store: RegionStore, region: Region, call: InnerCall) -> None:
         """Keep a compiled variant for the next start, if it can be described."""
         args = self._current_args
         try:
@@ -305,7 +304,7 @@ class RegionCompiler:
         except BindingError as error:
             store.notes.append(f"region {region.name!r} is not stored: {error}")
             return
-        store.save(region.name, index, StoredRegion(call.code, binding, call.written))
+        store.save(region.name, StoredRegion(call.code, binding, call.written))
 
     def _record(self, region: Region, call: InnerCall) -> None:
         """Append a call to the recorded program, if its arguments are the caller's own."""

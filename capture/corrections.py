@@ -24,8 +24,13 @@ SLOPE_WINDOW = 5000
 """Samples that a slope remembers, over all pairs."""
 SLOPE_MIN_SAMPLES = 10
 """Samples that a pair needs before it counts."""
-LOAD_WINDOW = 50
-"""Replays of a pair that the load factor looks back on: short, because loads change."""
+LOAD_WINDOW = 128
+"""Steps that the load factor looks back on: few, because loads change."""
+LOAD_MIN_SAMPLES = 8
+LOAD_FIT_EVERY = 8
+"""Steps between two fits."""
+RATIO_NOISE = 0.1
+SLOPE_SHARE = 0.25
 SAMPLER_WINDOW = 9
 SAMPLER_MIN_SAMPLES = 5
 
@@ -133,30 +138,30 @@ class SlopeEstimator:
 class LoadEstimator:
     """How much slower all replays are than when the surface was measured: another load, a clock.
 
-    The least over pairs of the median of measured / surface. A slope per token, which growing
-    contexts cause, shows least in the pair with the most time a token; a load shows in all of them.
+    Measured over surface, r, is fitted by load + slope * x over the pairs of the last steps, where
+    x is the tokens of a pair for each ms of its surface: a load multiplies all times, a cost of
+    each token shows where x is large. One pair alone is all load. Pairs that ran at different times
+    may have met different loads, so the slope is held towards 0: it takes several that agree.
 
     Args:
-        window: samples remembered for each pair.
-        min_samples: samples from which on a pair counts.
+        window: steps remembered.
+        min_samples: steps of a pair in the window from which on it counts.
 
     Raises:
         ValueError: window or min_samples below 1.
     """
 
-    def __init__(self, window: int = LOAD_WINDOW, min_samples: int = SLOPE_MIN_SAMPLES) -> None:
+    def __init__(self, window: int = LOAD_WINDOW, min_samples: int = LOAD_MIN_SAMPLES) -> None:
         if window < 1 or min_samples < 1:
             raise ValueError(f"window is {window} and min_samples {min_samples}; need 1 or more")
         self._window = window
         self._min_samples = min_samples
-        self._samples: dict[GraphKey, deque[float]] = {}
-        self._sorted: dict[GraphKey, _SortedSamples] = {}
-        self._medians: dict[GraphKey, float] = {}
-
-    @property
-    def factor(self) -> float:
-        """Above 0; 1 while no pair has enough samples."""
-        return min(self._medians.values(), default=1.0)
+        self._samples: deque[tuple[GraphKey, float]] = deque()
+        self._ratios: dict[GraphKey, _SortedSamples] = {}
+        self._density: dict[GraphKey, float] = {}
+        self._until_fit = 0
+        self.factor = 1.0
+        """Above 0; 1 while no pair has enough samples. Brought up to date now and then."""
 
     def record(self, key: GraphKey, measured_ms: float, surface_ms: float) -> None:
         """Add one replay of a pair; times as in `SlopeEstimator.record`.
@@ -168,14 +173,34 @@ class LoadEstimator:
             _check(value, name)
             if value <= 0.0:
                 raise ValueError(f"{name} is {value}; need more than 0")
-        samples = self._samples.setdefault(key, deque())
-        ordered = self._sorted.setdefault(key, _SortedSamples())
-        samples.append(measured_ms / surface_ms)
-        ordered.add(samples[-1])
-        if len(samples) > self._window:
-            ordered.remove(samples.popleft())
-        if len(samples) >= self._min_samples:
-            self._medians[key] = ordered.median()
+        ratio = measured_ms / surface_ms
+        self._samples.append((key, ratio))
+        self._ratios.setdefault(key, _SortedSamples()).add(ratio)
+        self._density[key] = key.num_query_tokens / surface_ms
+        if len(self._samples) > self._window:
+            oldest, gone = self._samples.popleft()
+            self._ratios[oldest].remove(gone)
+        self._until_fit -= 1
+        if self._until_fit <= 0:
+            self._until_fit = LOAD_FIT_EVERY
+            self._fit()
+
+    def _fit(self) -> None:
+        points = [
+            (self._density[key], ratios.median())
+            for key, ratios in self._ratios.items()
+            if len(ratios) >= self._min_samples
+        ]
+        if not points:
+            return
+        mean_x = sum(x for x, _ in points) / len(points)
+        mean_ratio = sum(ratio for _, ratio in points) / len(points)
+        spread = sum((x - mean_x) ** 2 for x, _ in points)
+        shared = sum((x - mean_x) * (ratio - mean_ratio) for x, ratio in points)
+        # A ridge: ratios are off by RATIO_NOISE, a slope adds some SLOPE_SHARE to the densest pair.
+        ridge = (RATIO_NOISE * max(x for x, _ in points) / SLOPE_SHARE) ** 2
+        slope = max(0.0, shared / (spread + ridge))
+        self.factor = max(mean_ratio - slope * mean_x, 0.5 * min(ratio for _, ratio in points))
 
 
 class SamplerEstimator:

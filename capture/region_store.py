@@ -22,7 +22,11 @@ from torch._inductor.codecache import PyCodeCache
 
 from decodegrid.capture.binding import Binding
 
-_FORMAT = 1
+_FORMAT = 2
+_DAMAGE = (
+    AttributeError, IndexError, KeyError, RecursionError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+"""What reading a file of the wrong shape can raise; sympy's errors are ValueErrors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,32 +94,36 @@ class RegionStore:
         self.facts = dict(facts)
         self.notes: list[str] = []
         """What could not be used or written, one line each."""
+        self._key = facts_key(facts)
+        self._taken: dict[str, set[int]] = {}
 
     def load(self, region: str, max_variants: int) -> list[StoredRegion]:
         """The stored variants of a region; what is damaged is left out and noted."""
         found = []
+        taken = self._taken.setdefault(region, set())
         for index in range(max_variants):
             path = self._file(region, index)
             try:
-                text = path.read_text(encoding="utf-8")
+                found.append(_decode(path.read_text(encoding="utf-8"), (self._key, region)))
+                taken.add(index)
             except FileNotFoundError:
-                break
-            except (OSError, UnicodeDecodeError) as error:
-                self.notes.append(f"{path}: {error}; compiled again")
                 continue
-            try:
-                found.append(_decode(text))
-            except (KeyError, TypeError, ValueError) as error:
+            except OSError as error:
+                self.notes.append(f"{path}: {error}; compiled again")
+            except _DAMAGE as error:
                 self.notes.append(f"{path}: damaged ({error}); compiled again")
         return found
 
-    def save(self, region: str, index: int, stored: StoredRegion) -> None:
-        """Write one variant; a directory that refuses it is noted, not an error."""
+    def save(self, region: str, stored: StoredRegion) -> None:
+        """Write one more variant; a directory that refuses it is noted, not an error."""
+        taken = self._taken.setdefault(region, set())
+        index = next(number for number in range(len(taken) + 1) if number not in taken)
+        taken.add(index)
         path = self._file(region, index)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._write(self.path / "manifest.json", json.dumps(self.facts, indent=1) + "\n")
-            self._write(path, _encode(stored))
+            self._write(path, _encode(stored, (self._key, region)))
         except OSError as error:
             self.notes.append(f"{path}: not saved ({error})")
 
@@ -135,8 +143,10 @@ class RegionStore:
             raise
 
 
-def _encode(stored: StoredRegion) -> str:
+def _encode(stored: StoredRegion, owner: tuple[str, str]) -> str:
+    """owner: facts key and region name, so that a file in another's place is not taken."""
     body = {
+        "owner": owner,
         "code": stored.code,
         "binding": stored.binding.as_json(),
         "written": sorted(stored.written),
@@ -146,13 +156,23 @@ def _encode(stored: StoredRegion) -> str:
     return json.dumps({"format": _FORMAT, "sha256": digest, "body": text})
 
 
-def _decode(text: str) -> StoredRegion:
+def _decode(text: str, owner: tuple[str, str]) -> StoredRegion:
     outer = json.loads(text)
-    if outer["format"] != _FORMAT:
+    if outer["format"] != _FORMAT or outer["format"] is True:
         raise ValueError(f"format is {outer['format']}, not {_FORMAT}")
     if hashlib.sha256(outer["body"].encode()).hexdigest() != outer["sha256"]:
         raise ValueError("its checksum does not fit")
     body = json.loads(outer["body"])
-    return StoredRegion(
-        body["code"], Binding.from_json(body["binding"]), frozenset(body["written"])
-    )
+    if tuple(body["owner"]) != owner:
+        raise ValueError(f"it is of {body['owner']}, not of {list(owner)}")
+    binding = Binding.from_json(body["binding"])
+    written = frozenset(body["written"])
+    if not written <= set(range(len(binding.inputs))):
+        raise ValueError(f"it writes arguments {sorted(written)} of {len(binding.inputs)}")
+    compile(body["code"], region_file_name(owner), "exec")
+    return StoredRegion(body["code"], binding, written)
+
+
+def region_file_name(owner: tuple[str, str]) -> str:
+    """A name for messages about a region's generated code."""
+    return f"<generated code of region {owner[1]}>"

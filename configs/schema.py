@@ -37,6 +37,12 @@ def _check_top_k(value: int) -> int:
     return value
 
 
+def _check_temperature(value: float) -> float:
+    if value != 0 and not 1e-5 <= value <= 100.0:
+        raise ValueError("must be 0 (greedy) or 1e-05 to 100")
+    return value
+
+
 def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
     for left, right in pairwise(values):
         if left >= right:
@@ -55,8 +61,6 @@ GridSizes = Annotated[
     BeforeValidator(_as_tuple),
     AfterValidator(_ascending),
 ]
-
-
 DraftTemperatures = Annotated[
     tuple[Annotated[float, Field(gt=0.0)], ...], BeforeValidator(_as_tuple)
 ]
@@ -115,8 +119,9 @@ class SchedulerSection(Section):
     prefill_chunk_sizes: ChunkSizes = (16, 64, 256)
     """Captured prefill sizes in tokens, ascending, each 2 to 65536; a chunk is padded upwards."""
 
-    decode_steps_per_prefill_chunk: Annotated[int, Field(ge=1, le=1000)] = 4
-    """A waiting prompt gets a chunk at least every so many decode steps, 1 to 1000."""
+    decode_steps_per_prefill_chunk: Annotated[int, Field(ge=0, le=1000)] = 4
+    """A waiting prompt gets a chunk at least every so many decode steps, 0 to 1000; with 0 decoding
+    waits until no prompt with a free slot is left."""
 
 
 class CacheSection(Section):
@@ -125,8 +130,8 @@ class CacheSection(Section):
     block_size: Annotated[int, Field(ge=2, le=1024)] = 64
     """Tokens of text that one block covers, even, 2 to 1024."""
 
-    num_blocks: Annotated[int, Field(ge=0)] = 0
-    """Blocks in the pool with the null block, at least 2; 0 for as many as `max_num_reqs`
+    num_blocks: Annotated[int, Field(ge=0, le=2**24)] = 0
+    """Blocks in the pool with the null block, 2 to 16777216; 0 for as many as `max_num_reqs`
     requests of `max_model_len` tokens need."""
 
     @field_validator("block_size")
@@ -150,7 +155,7 @@ class ConfidenceTemperatures(Section):
     """
 
     coupled: DraftTemperatures = ()
-    """K numbers for `verify: coupled`; empty for 1.0 each."""
+    """K or more numbers for `verify: coupled`, the first K count; empty for 1.0 each."""
 
     rejection: DraftTemperatures = ()
     """K numbers for `verify: rejection`; empty for 1.0 each."""
@@ -187,7 +192,8 @@ class SpeculationSection(Section):
         """The K divisors of the chosen way to verify, with the empty list and the floor
         resolved."""
         given: tuple[float, ...] = getattr(self.confidence_temperatures, self.verify)
-        return tuple(max(value, 1e-5) for value in given) or (1.0,) * self.num_draft_tokens
+        given = given[: self.num_draft_tokens] or (1.0,) * self.num_draft_tokens
+        return tuple(max(value, 1e-5) for value in given)
 
 
 class SurfaceSection(Section):
@@ -199,8 +205,8 @@ class SurfaceSection(Section):
     repeats: Annotated[int, Field(ge=0, le=1000)] = 5
     """Timed replays of each pair at start-up, 0 to 1000; 0 takes a kept surface or none."""
 
-    max_age_s: Annotated[int, Field(ge=0)] = 86400
-    """Seconds for which a kept surface serves later starts, at least 0."""
+    max_age_s: Annotated[int, Field(ge=0, le=315360000)] = 86400
+    """Seconds for which a kept surface serves later starts, 0 to 315360000 (ten years)."""
 
 
 class GridSection(Section):
@@ -230,8 +236,8 @@ class CompileSection(Section):
 class SamplingSection(Section):
     """What the command line samples with where its flags say nothing."""
 
-    temperature: Annotated[float, Field(ge=0.0)] = 0.7
-    """Divides the logits, at least 0; 0 takes the most probable token."""
+    temperature: Annotated[float, AfterValidator(_check_temperature)] = 0.7
+    """Divides the logits, 1e-5 to 100; 0 takes the most probable token."""
 
     max_tokens: Annotated[int, Field(ge=1)] = 128
     """Most tokens to emit for a prompt, at least 1."""
@@ -331,11 +337,11 @@ class DeploymentConfig(Section):
             )
         for mode in ConfidenceTemperatures.model_fields:
             given = getattr(self.speculation.confidence_temperatures, mode)
-            if given and len(given) != drafts:
+            if given and len(given) < drafts:
                 problems.append(
                     (
                         f"speculation.confidence_temperatures.{mode}",
-                        f"must be empty or have speculation.num_draft_tokens = {drafts} numbers, "
+                        f"must be empty or have speculation.num_draft_tokens = {drafts} or more, "
                         f"got {len(given)}",
                     )
                 )

@@ -4,7 +4,8 @@ Owns the order of start-up and its phase table. Data flow: config -> model -> pa
 and buffers -> regions -> one captured graph per pair and prefill size -> Runner.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -122,12 +123,35 @@ def start_up_report(clock: PhaseClock, counters: CaptureCounters, notes: Sequenc
     return "\n".join([clock.format(), *notes, ready])
 
 
+@contextmanager
+def named_allocation(capacity: Capacity) -> Iterator[None]:
+    """Turn torch's want of memory into a ValueError that names the settings which decide it.
+
+    Any other error passes as it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # On the CPU torch has no class of its own for it.
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(
+            error
+        ):
+            raise
+        first_line = next(iter(str(error).splitlines()), "out of memory")
+        raise ValueError(
+            f"not enough memory for a pool of {capacity.num_blocks} blocks (cache.num_blocks) and "
+            f"scheduler.max_num_reqs = {capacity.num_slots - 1}: {first_line}"
+        ) from error
+
+
 def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) -> Runner:
-    """A ready runner for a loaded model; both counters equal their plans when it returns."""
+    """A ready runner for a loaded model; both counters equal their plans when it returns.
+
+    Raises ValueError where the model does not fit the options, or the memory."""
     config, capacity = model.config, options.capacity
     check_model(config, capacity)
     options.grid.check_coverage()
-    with clock.phase("allocate"), torch.no_grad():
+    with clock.phase("allocate"), torch.no_grad(), named_allocation(capacity):
         storage = storage_dtype(options)
         weights = pack_weights(model, with_drafter=capacity.num_draft_tokens > 0, storage=storage)
         state = allocate_state(config, capacity, options.dtype, options.device)

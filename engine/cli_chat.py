@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 from decodegrid.configs.load import LoadedConfig
+from decodegrid.engine.cli_input import STANDARD_INPUT, decode_utf8
 from decodegrid.engine.cli_options import (
     add_config_options,
     add_sampling_options,
@@ -40,45 +41,60 @@ def _chat(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) ->
     loaded = load_from_options(args)
     params = sampling_from_options(args, loaded)
     opening = [] if args.system is None else [ChatMessage("system", args.system)]
-    interactive = sys.stdin.isatty()
+    lines = _Lines()
     # A person types after the start-up, but from a pipe the first message is there before it.
-    line = "" if interactive else _read_first_message()
+    line = "" if lines.interactive else lines.read_first_message()
     if line is None:
         return 0
     # Without a message yet, an empty one stands for it: it is shorter than any other.
     check_conversation(loaded, [*opening, ChatMessage("user", line)], params)
     llm = build_llm(loaded)
-    if interactive:
+    if lines.interactive:
         print(_HELP, file=sys.stderr)
-        line = _read_line(interactive)
+        line = lines.read()
     messages = list(opening)
     try:
         while line is not None and line != "/exit":
             if line == "/clear":
                 messages = list(opening)
             elif line:
-                _take_turn(llm, messages, line, params, interactive)
-            line = _read_line(interactive)
+                _take_turn(llm, messages, line, params, lines.interactive)
+            line = lines.read()
     finally:
         if not args.no_report and llm.stats.num_decode_steps:
             print(llm.report(), file=sys.stderr)
     return 0
 
 
-def _read_first_message() -> str | None:
-    """The first line that is for the model, or None where the talk ends without one."""
-    while (line := _read_line(interactive=False)) in ("", "/clear"):
-        pass
-    return None if line == "/exit" else line
+class _Lines:
+    """The lines of standard input: typed on a terminal, or UTF-8 through a pipe."""
 
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty()
+        self._offset = 0
 
-def _read_line(interactive: bool) -> str | None:
-    """The next line without its end, or None at the end of input."""
-    if interactive:
-        sys.stdout.write("> ")
-        sys.stdout.flush()
-    line = sys.stdin.readline()
-    return line.strip() if line else None
+    def read(self) -> str | None:
+        """The next line without its end, or None at the end of input.
+
+        Raises RequestError for bytes from a pipe that are not UTF-8.
+        """
+        if self.interactive:
+            sys.stdout.write("> ")
+            sys.stdout.flush()
+            line = sys.stdin.readline()
+            return line.strip() if line else None
+        data = sys.stdin.buffer.readline()
+        if not data:
+            return None
+        line = decode_utf8(STANDARD_INPUT, data, self._offset)
+        self._offset += len(data)
+        return line.strip()
+
+    def read_first_message(self) -> str | None:
+        """The first line that is for the model, or None where the talk ends without one."""
+        while (line := self.read()) in ("", "/clear"):
+            pass
+        return None if line == "/exit" else line
 
 
 def _take_turn(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from decodegrid.configs.load import LoadedConfig
+from decodegrid.engine.cli_input import STANDARD_INPUT, decode_utf8
 from decodegrid.engine.cli_options import (
     add_config_options,
     add_sampling_options,
@@ -61,8 +62,10 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts and args.prompts_file is not None:
         raise RequestError("prompts are given as arguments and in --prompts-file; choose one")
     if args.prompts_file is not None:
-        text = _decode(str(args.prompts_file), args.prompts_file.read_bytes())
-        prompts = [line for line in text.splitlines() if line.strip()]
+        text = decode_utf8(str(args.prompts_file), args.prompts_file.read_bytes())
+        # Not splitlines: a prompt may hold the line ends of Unicode, such as U+2028.
+        lines = [line.removesuffix("\r") for line in text.split("\n")]
+        prompts = [line for line in lines if line.strip()]
         if not prompts:
             raise RequestError(f"{args.prompts_file}: no prompt in it")
         return prompts
@@ -74,17 +77,10 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         return list(args.prompts)
     if sys.stdin.isatty():
         raise RequestError("no prompt: give one as an argument, in --prompts-file, or on stdin")
-    prompt = _decode("standard input", sys.stdin.buffer.read()).removesuffix("\n")
+    prompt = decode_utf8(STANDARD_INPUT, sys.stdin.buffer.read()).removesuffix("\n")
     if not prompt:
-        raise RequestError("standard input: the prompt is empty")
+        raise RequestError(f"{STANDARD_INPUT}: the prompt is empty")
     return [prompt]
-
-
-def _decode(name: str, data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{name}: not UTF-8 at byte {error.start}") from error
 
 
 def _print_outputs(pieces: Iterable[StreamOutput], prompts: list[str]) -> None:

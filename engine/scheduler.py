@@ -70,13 +70,14 @@ class Scheduler:
         decode_steps_per_prefill_chunk: int = 4,
         policy: VerifyPolicy | None = None,
     ) -> None:
-        """decode_steps_per_prefill_chunk: decode steps after which a waiting prompt gets a chunk.
+        """decode_steps_per_prefill_chunk: decode steps after which a waiting prompt gets a chunk; 0
+        prefills every prompt that has a slot before it decodes on.
 
         policy: chooses each decode step's total of query tokens; None verifies every draft.
         """
-        if decode_steps_per_prefill_chunk < 1:
+        if decode_steps_per_prefill_chunk < 0:
             raise ValueError(
-                "decode_steps_per_prefill_chunk must be at least 1, "
+                "decode_steps_per_prefill_chunk must be at least 0, "
                 f"got {decode_steps_per_prefill_chunk}"
             )
         self.limits = limits

@@ -143,15 +143,15 @@ def obtain_surface(runner: Runner, loaded: LoadedConfig) -> tuple[Surface | None
         now=time.time(),
     )
     if surface is not None:
-        return surface, f"kept for {surface.age(time.time()):.0f} s"
+        return surface, f"measured {surface.age(time.time()):.0f} s ago"
     if not settings.repeats:
         return None, f"surface.repeats is 0; {reason}"
     surface = measure(runner, context_len, settings.repeats)
     try:
         store.save(surface)
     except SurfaceError as error:
-        return surface, f"measured now and not kept: {error}"
-    return surface, f"measured now: {reason}"
+        return surface, f"measured at this start and not kept: {error}"
+    return surface, f"measured at this start: {reason}"
 
 
 def make_policy(runner: Runner, loaded: LoadedConfig) -> VerifyPolicy:

@@ -29,6 +29,8 @@ from decodegrid.capture.corrections import (
 )
 from decodegrid.capture.grid import GraphKey
 
+SLOPE_WINDOW = 500
+"""Steps that the slope remembers: what it is measured against, the load, is of recent steps too."""
 DRIFT_WINDOW = 200
 """Steps over which prediction and measurement are compared."""
 DRIFT_THRESHOLD = 0.25
@@ -116,7 +118,7 @@ class ScheduledVerify:
         num_slots: slots of the runner, the null slot included.
         fresh_rates: use the rates of the last step instead of those of the one before; only where
             what is emitted does not depend on the total.
-        note: why there is no surface, for the status.
+        note: where the surface came from, or why there is none; for the status.
     """
 
     def __init__(
@@ -128,7 +130,8 @@ class ScheduledVerify:
         shape = (num_slots, budget.num_draft_tokens)
         self._older = np.ones(shape, dtype=np.float32)
         self._latest = np.ones(shape, dtype=np.float32)
-        self.slope, self.sampler, self.load = SlopeEstimator(), SamplerEstimator(), LoadEstimator()
+        self.slope = SlopeEstimator(SLOPE_WINDOW)
+        self.sampler, self.load = SamplerEstimator(), LoadEstimator()
         self.drift = DriftMonitor(DRIFT_WINDOW, DRIFT_THRESHOLD)
         self.choice: BudgetChoice | None = None
         """The latest choice."""
@@ -190,7 +193,7 @@ class ScheduledVerify:
         which = "last step" if self.fresh_rates else "step before last"
         lines = [
             f"verify budget: scheduled on {len(self.budget.surface.points)} measured pairs "
-            f"(context {self.budget.surface.context_len}) with rates of the {which}",
+            f"(context {self.budget.surface.context_len}; {self.note}) with rates of the {which}",
             f"  corrections: load x{self.load.factor:.2f}, "
             f"{self.slope.ms_per_token * 1e3:.1f} us a query token, "
             f"host {self.sampler.ms(1) * 1e3:.0f} us a step",

@@ -23,20 +23,27 @@ kinds of question; it knows nothing and should not be asked for facts.
 """
 
 _HISTORY = """
-The run was stopped and resumed on a busy machine: the first 35 steps used five orthogonalisation
-steps instead of three, rows were cut without going on with long documents until step 190, four of
-the target's minutes were a pause, and the drafter's first 88 steps saw an earlier state of the
-target (step 370). A new run follows the same recipe, not the same bits.
+Every eighth step of the second leg was one row of 2,048 tokens, every fortieth one of 4,096; all
+other rows have 512. The target had two legs: one of 1,044,480 tokens down to the end of its
+learning rate, and one from there with a new cycle, restarted once with 1,750,000 tokens as its
+length instead of 2,000,000. On a busy machine the first leg was stopped and resumed: its first 35
+steps used five orthogonalisation steps instead of three, rows were cut without going on with long
+documents until step 190, and four of its minutes were a pause. The drafter began on earlier states
+of the target (its first 88 steps, and steps 291 to {shared}). A new run follows the same recipe,
+not the same bits.
 """
 """What the committed run did otherwise than the commands of `training/README.md` do."""
+
+EARLY_DRAFTER_STEPS = 400
+"""Drafter steps that saw the target before its last one."""
 
 _ENDING = """
 ## Limits
 
-- English only, {vocab} tokens of vocabulary, trained on rows of 512 tokens. The figures above are
-  for rows of {length} tokens; longer texts are untested.
+- English only, {vocab} tokens of vocabulary, trained on rows of 512 tokens, some of up to 4,096.
+  The figures above are for rows of {length} tokens.
 - It has not learned to copy reliably: names and numbers of a question often come back changed.
-- It was stopped by the clock, not by its loss: it is undertrained.
+- It ended with its token budget, not with its loss: it is undertrained.
 - Stories wander, change names, and repeat themselves at temperature 0; use 0.6 to 0.7.
 - Sums and the arguments of tool calls are often wrong.
 - The teacher's habits (stock names, "once upon a time") are its habits.
@@ -112,7 +119,7 @@ lists, Python, look-ups).
 The model saw {100 * int(target["tokens"]) / total:.0f} % of that once. The target attended to all \
 compressed entries first and to the
 indexer's choice at the end; the indexer learned from the attention's own mass.
-{_HISTORY}"""
+{_HISTORY.format(shared=EARLY_DRAFTER_STEPS)}"""
 
 
 def _measured(report: dict[str, Any], model: DraftModel) -> str:

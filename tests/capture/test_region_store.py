@@ -1,5 +1,6 @@
 """Regions kept on disk: a second start compiles nothing and computes the same bits."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -96,6 +97,71 @@ def test_a_call_that_does_not_fit_is_compiled(stored):
 def test_other_facts_are_another_place(stored):
     assert RegionStore(stored, {**FACTS, "torch": "2"}).load("scale_rows", 1) == []
     assert facts_key(FACTS) == facts_key(dict(reversed(FACTS.items())))
+
+
+def seal(body: dict) -> str:
+    """A file with the right checksum."""
+    text = json.dumps(body)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps({"format": 2, "sha256": digest, "body": text})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"owner": ["other facts", "scale_rows"]},
+        {"owner": [facts_key(FACTS), "other_region"]},
+        {"written": [99]},
+        {"written": "ab"},
+        {"code": 7},
+        {"code": "def call(:"},
+        {"binding": {"inputs": [[7, "tensor", 0]]}},
+        {"binding": {"inputs": [[0, "size", 9]]}},
+        {"binding": {"inputs": [["a", "tensor", 0]]}},
+        {"binding": {"inputs": [[0, "foo", 0]]}},
+        {"binding": {"guards": ["s0 >"]}},
+        {"binding": {"guards": ["unknown > 1"]}},
+        {"binding": {"guards": [3]}},
+        {"binding": {"leaves": []}},
+        {"binding": {"structure": [-1, [2]]}},
+    ],
+    ids=str,
+)
+def test_well_sealed_files_of_the_wrong_shape_are_noted(stored, tmp_path, change):
+    source = RegionStore(stored, FACTS).path / "scale_rows-0.json"
+    body = json.loads(json.loads(source.read_text())["body"])
+    changed = {**body, **change}
+    if "binding" in change:
+        changed["binding"] = {**body["binding"], **change["binding"]}
+    store = RegionStore(tmp_path, FACTS)
+    store.path.mkdir()
+    (store.path / "scale_rows-0.json").write_text(seal(body))
+    assert len(store.load("scale_rows", 1)) == 1 and store.notes == []
+    (store.path / "scale_rows-0.json").write_text(seal(changed))
+    assert store.load("scale_rows", 1) == []
+    assert len(store.notes) == 1 and "scale_rows-0.json" in store.notes[0]
+
+
+@pytest.mark.parametrize("text", ["[" * 100000, "3", "[]", '{"format": 2, "sha256": 1, "body": 2}'])
+def test_files_that_are_no_objects_are_noted(tmp_path, text):
+    store = RegionStore(tmp_path, FACTS)
+    store.path.mkdir()
+    (store.path / "scale_rows-0.json").write_text(text)
+    assert store.load("scale_rows", 1) == [] and len(store.notes) == 1
+
+
+def test_a_gap_between_variants_hides_none_and_is_filled(stored, tmp_path):
+    text = (RegionStore(stored, FACTS).path / "scale_rows-0.json").read_text()
+    store = RegionStore(tmp_path, FACTS)
+    store.path.mkdir()
+    (store.path / "scale_rows-1.json").write_text(text)
+    (variant,) = store.load("scale_rows", 2)
+    store.save("scale_rows", variant)
+    assert {path.name for path in store.path.glob("scale*")} == {
+        "scale_rows-0.json",
+        "scale_rows-1.json",
+    }
+    assert (store.path / "scale_rows-1.json").read_text() == text
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "format", "text"])

@@ -43,7 +43,14 @@ def test_empty_file_is_all_defaults(write: Write, text: str) -> None:
 
 def test_embedded_deployment_spells_out_the_defaults() -> None:
     loaded = load_config(None)
-    assert loaded.config == DeploymentConfig()
+    found, default = loaded.config.model_dump(), DeploymentConfig().model_dump()
+    calibrated = found["speculation"].pop("confidence_temperatures")
+    default["speculation"].pop("confidence_temperatures")
+    assert found == default
+    assert {name: len(values) for name, values in calibrated.items()} == {
+        "coupled": 5,
+        "rejection": 5,
+    }
     assert all(re.fullmatch(r"tiny\.yaml:\d+", place) for place in loaded.origins.values())
     assert (loaded.path.parent.name, loaded.path.name) == ("configs", "tiny.yaml")
 
@@ -114,7 +121,7 @@ def test_null_is_refused(write: Write, null: str) -> None:
         ("sampling", "max_tokens", "true", "must be a whole number, got true"),
         ("sampling", "max_tokens", '"5"', 'must be a whole number, got "5"'),
         ("sampling", "max_tokens", "0", "must be greater than or equal to 1, got 0"),
-        ("sampling", "temperature", "-0.5", "must be greater than or equal to 0, got -0.5"),
+        ("sampling", "temperature", "-0.5", "must be 0 (greedy) or 1e-05 to 100, got -0.5"),
         ("sampling", "temperature", "true", "must be a number, got true"),
         ("sampling", "temperature", ".nan", "must be a finite number, got NaN"),
         ("sampling", "temperature", ".inf", "must be a finite number, got Infinity"),

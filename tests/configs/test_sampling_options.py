@@ -22,6 +22,13 @@ def test_filters(tmp_path: Path) -> None:
     assert load(tmp_path, "sampling: {top_p: 1}", "sampling.top_k=-1").sampling == plain
 
 
+def test_limits_are_allowed(tmp_path: Path) -> None:
+    for text, value in (("0", 0.0), ("1e-5", 1e-5), ("100", 100.0)):
+        assert load(tmp_path, "", f"sampling.temperature={text}").sampling.temperature == value
+    assert load(tmp_path, "", "cache.num_blocks=16777216").num_blocks == 2**24
+    assert load(tmp_path, "", "surface.max_age_s=315360000").surface.max_age_s == 3650 * 86400
+
+
 def test_confidence_temperatures_of_the_chosen_mode(tmp_path: Path) -> None:
     text = """
 speculation:
@@ -49,11 +56,27 @@ speculation:
         ("sampling.top_k=0", "sampling.top_k: must be -1 (all tokens) or at least 1, got 0"),
         ("sampling.top_k=-7", "sampling.top_k: must be -1 (all tokens) or at least 1, got -7"),
         ("sampling.top_k=1.0", "sampling.top_k: must be a whole number, got 1.0"),
+        (
+            "sampling.temperature=1e-6",
+            "sampling.temperature: must be 0 (greedy) or 1e-05 to 100, got",
+        ),
+        (
+            "sampling.temperature=101",
+            "sampling.temperature: must be 0 (greedy) or 1e-05 to 100, got",
+        ),
+        (
+            "cache.num_blocks=16777217",
+            "cache.num_blocks: must be less than or equal to 16777216, got 16777217",
+        ),
+        (
+            "surface.max_age_s=315360001",
+            "surface.max_age_s: must be less than or equal to 315360000, got 315360001",
+        ),
         ("speculation.verify=both", "speculation.verify: must be 'coupled' or 'rejection', got"),
         (
             "speculation.confidence_temperatures.coupled=[1, 1]",
             "speculation.confidence_temperatures.coupled: must be empty or have "
-            "speculation.num_draft_tokens = 5 numbers, got 2",
+            "speculation.num_draft_tokens = 5 or more, got 2",
         ),
         (
             "speculation.confidence_temperatures.rejection=[1, 1, 0, 1, 1]",
@@ -80,9 +103,11 @@ def test_refused_with_value_and_limit(tmp_path: Path, override: str, message: st
     assert message in error
 
 
-def test_temperatures_without_drafts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="num_draft_tokens = 0 numbers, got 1"):
-        load(
-            tmp_path,
-            "speculation: {num_draft_tokens: 0, confidence_temperatures: {coupled: [1.0]}}",
-        )
+def test_the_first_k_temperatures_count(tmp_path: Path) -> None:
+    """So that fewer drafts, or none, need no other calibration."""
+    text = "speculation: {num_draft_tokens: %d, confidence_temperatures: {coupled: [1, 2.0, 3]}}"
+    for drafts, temperatures in ((0, ()), (2, (1.0, 2.0)), (3, (1.0, 2.0, 3.0))):
+        settings = load(tmp_path, text % drafts).speculation
+        assert settings.draft_temperatures == temperatures
+    with pytest.raises(ConfigError, match="num_draft_tokens = 4 or more, got 3"):
+        load(tmp_path, text % 4)

@@ -61,7 +61,7 @@ def test_flags_win_over_the_deployment(flags: list[str], top_p: float, top_k: in
 @pytest.mark.parametrize(
     ("overrides", "verify", "temperatures"),
     [
-        ([], "coupled", (1.0, 1.0, 1.0)),
+        (["speculation.confidence_temperatures.coupled=[]"], "coupled", (1.0, 1.0, 1.0)),
         (["speculation.confidence_temperatures.coupled=[2, 3, 4]"], "coupled", (2.0, 3.0, 4.0)),
         (
             [

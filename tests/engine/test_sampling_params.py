@@ -9,6 +9,18 @@ from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_params import SamplingParams
 
 
+class Odd:
+    """A value that cannot be compared, with a text of two lines."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("no order here")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "odd\nthing"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -49,6 +61,24 @@ from decodegrid.engine.sampling_params import SamplingParams
         ("stop", "x", "not supported"),
         ("stop", ["x"], "not supported"),
         ("logit_bias", {1: 2.0}, "not supported"),
+        ("temperature", 10**400, r"must be 0 \(greedy\) or 1e-05 to 100, got 1000"),
+        pytest.param("temperature", 10**5000, "type int that is too long to print", id="long"),
+        ("temperature", None, "a finite number, got None"),
+        pytest.param("seed", 10**5000, "type int that is too long to print", id="long seed"),
+        ("top_p", 10**400, "above 0 and at most 1"),
+        ("top_k", Odd(), "must be an integer, got odd thing"),
+        ("min_p", "0", "must be a number, got '0'"),
+        ("min_p", Odd(), "must be a number, got odd thing"),
+        ("n", True, "must be an integer, got True"),
+        ("n", 1.0, r"must be an integer, got 1\.0"),
+        ("min_tokens", None, "must be an integer, got None"),
+        ("logprobs", False, "must be an integer, got False"),
+        ("stop", 3, "must be a string or a list of strings, got 3"),
+        ("stop", 0, "must be a string or a list of strings, got 0"),
+        ("stop", b"", "must be a string or a list of strings, got b''"),
+        ("stop", [3], r"must be a string or a list of strings, got \[3\]"),
+        ("logit_bias", 3, "must be a mapping from token ids to numbers, got 3"),
+        ("logit_bias", [], r"must be a mapping from token ids to numbers, got \[\]"),
     ],
 )
 def test_refused_by_name(field: str, value: Any, message: str) -> None:

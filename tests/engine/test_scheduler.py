@@ -315,8 +315,25 @@ def test_stop_token_ids_are_bounded_and_checked(make_runner: Callable[..., Any])
         build(stop_token_ids=[5000])
 
 
+def test_zero_prefills_all_prompts_that_have_a_slot_first(make_runner: Callable[..., Any]) -> None:
+    runner = make_runner(drafts=0)
+    loop = make_loop(runner, decode_steps_per_prefill_chunk=0)
+    for index in range(6):
+        add(loop, str(index), [20 + index] * 12, max_tokens=5)
+    for _ in range(9):
+        loop.step()
+    # Four slots, two chunks each, then one step with all four rows.
+    assert [entry[0] for entry in runner.log if entry[0] in ("prefill", "decode")] == [
+        *["prefill"] * 8,
+        "decode",
+    ]
+    assert runner.log[-1] == ("decode", 4, 4)
+    run(loop)
+    assert_all_free(loop)
+
+
 def test_bad_scheduler_settings(make_runner: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        make_loop(make_runner(), decode_steps_per_prefill_chunk=0)
+    with pytest.raises(ValueError, match="at least 0"):
+        make_loop(make_runner(), decode_steps_per_prefill_chunk=-1)
     with pytest.raises(ValueError, match="at least 1"):
         FixedVerify(0)
