@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.budget_serving import ServingPlan, measure_serving
+from benchmarks.budget_serving import LOADS, ServingPlan, measure_serving
 from benchmarks.machine import describe_machine
 from benchmarks.results import format_rows
 from benchmarks.timing import interleave, paired_ratio, spread, time_call
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=101, metavar="N")
     parser.add_argument("--config", type=Path, metavar="FILE", help="deployment; default tiny.yaml")
     parser.add_argument("--serving-repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--load", type=int, choices=LOADS, help="only that many requests at once")
     parser.add_argument("--choice-only", action="store_true", help="without the serving parts")
     parser.add_argument("--quick", action="store_true", help="fewer repeats; a smoke test")
     args = parser.parse_args(argv)
@@ -58,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--repeats must be at least 1, got {args.repeats}")
     if args.serving_repeats < 1:
         parser.error(f"--serving-repeats must be at least 1, got {args.serving_repeats}")
-    serving = ServingPlan(1, 16, 2) if args.quick else ServingPlan(args.serving_repeats, 96, 8)
+    loads = LOADS if args.load is None else (args.load,)
+    serving = ServingPlan(args.serving_repeats, 96, 8, loads)
+    if args.quick:
+        serving = ServingPlan(1, 16, 2, loads)
     plan = Plan(3 if args.quick else args.repeats, None if args.choice_only else serving)
     try:
         result = measure(args.config, plan)

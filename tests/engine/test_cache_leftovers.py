@@ -60,7 +60,7 @@ def test_every_kind_of_leftover(
     store = RegionStore(tmp_path, {"a": "b"})
     stored = StoredRegion("code", Binding((), (), (), ()), frozenset())
     with pytest.raises(Killed):
-        store.save("attention", 0, stored)
+        store.save("attention", stored)
     region_part = store.path / f".attention-0.json.{'x' * 8}"
     region_part.write_text("half")
     monkeypatch.undo()
