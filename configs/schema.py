@@ -202,7 +202,7 @@ class SurfaceSection(Section):
     context_len: Annotated[int, Field(ge=1)] = 256
     """Tokens in each row's context while measuring, at least 1; as many as fit the length limit."""
 
-    repeats: Annotated[int, Field(ge=0, le=1000)] = 5
+    repeats: Annotated[int, Field(ge=0, le=1000)] = 9
     """Timed replays of each pair at start-up, 0 to 1000; 0 takes a kept surface or none."""
 
     max_age_s: Annotated[int, Field(ge=0, le=315360000)] = 86400

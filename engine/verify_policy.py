@@ -199,7 +199,7 @@ class ScheduledVerify:
             f"host {self.sampler.ms(1) * 1e3:.0f} us a step",
         ]
         if self.drift.ratio is not None:
-            word = "DRIFTED: measure it again" if self.drift.drifted else "no drift"
+            word = "DRIFTED: run decodegrid profile" if self.drift.drifted else "no drift"
             lines.append(f"  step time over the surface's: {self.drift.ratio:.2f} ({word})")
         if self.num_steps:
             lines.append(

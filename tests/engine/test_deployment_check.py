@@ -21,6 +21,11 @@ from decodegrid.kernels import native
 TINY = CONFIGS_DIR / "tiny"
 Refusal = Callable[..., str]
 
+UNCALIBRATED = [
+    f"speculation.confidence_temperatures.{mode}=[]" for mode in ("coupled", "rejection")
+]
+"""The embedded deployment holds a calibration for five drafts."""
+
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
@@ -69,7 +74,7 @@ def refusal(
     ("overrides", "message"),
     [
         (
-            ["speculation.num_draft_tokens=6"],
+            ["speculation.num_draft_tokens=6", *UNCALIBRATED],
             "speculation.num_draft_tokens is 6; the drafter's dspark_block_size allows at most 5",
         ),
         (

@@ -107,11 +107,11 @@ def test_limits_before_and_after_the_start_up(embedded: Callable[..., LLM]) -> N
         assert EngineLimits.of_deployment(config, 2048) == embedded(*overrides).limits
 
 
-class Stdin(io.StringIO):
+class Stdin(io.TextIOWrapper):
     """Standard input with a given text."""
 
     def __init__(self, text: str, is_terminal: bool = False) -> None:
-        super().__init__(text)
+        super().__init__(io.BytesIO(text.encode()), encoding="utf-8")
         self.is_terminal = is_terminal
 
     def isatty(self) -> bool:
