@@ -106,15 +106,19 @@ def test_a_second_start_neither_traces_nor_compiles(
         "chunks": list(runner.prefill_chunk_sizes),
         "prompt": prompt,
     }
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(facts)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    # torch tries the vector instructions once for each cache directory. This process may have done
+    # so in another one, so the first of two starts may still build that probe.
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, json.dumps(facts)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["traced"] == 0 and found["compilations"] == 0
     assert found["notes"] == [] and found["traced"] == 0 and found["compilations"] == 0
     assert found["loaded"] == runner.counters.num_compilations
     assert found["captured"] == runner.num_captured
