@@ -28,13 +28,14 @@ TEMPERATURE = 0.7
 
 def surface_facts(runner: Runner) -> dict[str, str]:
     """What the times depend on: the captured code, and the machine."""
-    return {**runner.facts, "processor": _processor(), "cores": str(os.cpu_count())}
+    device = runner.model.state.slots.last_token.device
+    return {**runner.facts, "processor": _processor(device), "cores": str(os.cpu_count())}
 
 
-def _processor() -> str:
+def _processor(device: torch.device) -> str:
     """Name of the device that runs the steps, as far as the system tells."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -93,10 +94,14 @@ class SurfaceRun:
         return ids.to(self.runner.model.state.slots.last_token.device)
 
 
+def longest_context(runner: Runner) -> int:
+    """Tokens of context that leave room for a step."""
+    return runner.max_model_len - runner.num_draft_tokens - 1
+
+
 def context_for(runner: Runner, loaded: LoadedConfig) -> int:
     """The deployment's context for the surface, as long as it leaves room for a step."""
-    room = runner.max_model_len - runner.num_draft_tokens - 1
-    return min(loaded.config.surface.context_len, room)
+    return min(loaded.config.surface.context_len, longest_context(runner))
 
 
 def measure(runner: Runner, context_len: int, repeats: int) -> Surface:
@@ -104,7 +109,7 @@ def measure(runner: Runner, context_len: int, repeats: int) -> Surface:
 
     Raises ValueError for a context that leaves no room for a step.
     """
-    most = runner.max_model_len - runner.num_draft_tokens - 1
+    most = longest_context(runner)
     if not 1 <= context_len <= most:
         raise ValueError(f"the surface's context is {context_len} tokens; allowed are 1..{most}")
     device = runner.model.state.slots.last_token.device

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from decodegrid.capture.budget import BudgetChoice, VerifyBudget
+from decodegrid.capture.budget import VerifyBudget
 from decodegrid.capture.corrections import (
     DriftMonitor,
     LoadEstimator,
@@ -133,8 +133,6 @@ class ScheduledVerify:
         self.slope = SlopeEstimator(SLOPE_WINDOW)
         self.sampler, self.load = SamplerEstimator(), LoadEstimator()
         self.drift = DriftMonitor(DRIFT_WINDOW, DRIFT_THRESHOLD)
-        self.choice: BudgetChoice | None = None
-        """The latest choice."""
         self.expected_tokens = 0.0
         self.predicted_ms = 0.0
         self.all_tokens = self.all_ms = self.none_tokens = self.none_ms = 0.0
@@ -153,7 +151,6 @@ class ScheduledVerify:
             slope_ms_per_token=self.slope.ms_per_token / load,
             extra_ms=self.sampler.ms(len(rows.slots)) / load,
         )
-        self.choice = choice
         self.expected_tokens += choice.expected_tokens
         self.all_tokens += choice.all_tokens
         self.none_tokens += len(rows.slots)
