@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from decodegrid.capture.grid import GraphKey
@@ -56,9 +57,9 @@ class SurfacePoint:
 
     median_ms: float
     low_ms: float
-    """Least of the repeats."""
+    """Least of the repeats, the load that all pairs shared divided out."""
     high_ms: float
-    """Greatest of the repeats."""
+    """Greatest of the repeats, likewise."""
     repeats: int
 
     def __post_init__(self) -> None:
@@ -212,7 +213,8 @@ def measure_surface(
     """Run every pair `warmup` times untimed and then `repeats` times timed.
 
     Largest first; the repeats go round all pairs, so that a slow spell of the machine costs every
-    pair one repeat and not one pair all of its repeats.
+    pair one repeat and not one pair all of its repeats. What a round's pairs share, another load on
+    the machine above all, is divided out: a choice between pairs lives on their ratios.
 
     Args:
         now: seconds since 1970, read once at the end.
@@ -224,22 +226,37 @@ def measure_surface(
     if warmup < 0 or repeats < 1:
         raise SurfaceError(f"warmup {warmup}, repeats {repeats}: need 0 or more, 1 or more")
     order = sorted(set(keys), key=lambda key: (key.num_query_tokens, key.num_reqs), reverse=True)
+    if not order:
+        raise SurfaceError("a surface needs at least one point")
     prepare = probe.prepare or (lambda key: None)
     wait = probe.synchronize or (lambda: None)
-    samples: dict[GraphKey, list[float]] = {key: [] for key in order}
+    rounds = np.empty((warmup + repeats, len(order)))
     for turn in range(warmup + repeats):
-        for key in order:
+        for column, key in enumerate(order):
             prepare(key)
             wait()
             began = clock()
             probe.run(key)
             wait()
-            elapsed = clock() - began
-            if turn >= warmup:
-                samples[key].append(elapsed * 1e3)
-    points = {}
-    for key, ms in samples.items():
-        if min(ms) <= 0.0:
-            raise SurfaceError(f"the clock measured {min(ms)} ms for {key}; it is too coarse")
-        points[key] = SurfacePoint(median(ms), min(ms), max(ms), repeats)
+            rounds[turn, column] = (clock() - began) * 1e3
+            if turn >= warmup and rounds[turn, column] <= 0.0:
+                raise SurfaceError(
+                    f"the clock measured {rounds[turn, column]} ms for {key}; it is too coarse"
+                )
+    times = without_shared_load(rounds[warmup:])
+    points = {
+        key: SurfacePoint(float(np.median(ms)), float(ms.min()), float(ms.max()), repeats)
+        for key, ms in zip(order, times.T, strict=True)
+    }
     return Surface(points, context_len, now(), facts)
+
+
+def without_shared_load(rounds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Times (rounds, pairs) > 0 with what the pairs of a round have in common divided out.
+
+    A round's factor is the median over its pairs of time over the pair's own median; the typical
+    round keeps its times.
+    """
+    factors = np.median(rounds / np.median(rounds, axis=0), axis=1, keepdims=True)
+    shared: NDArray[np.float64] = rounds * (np.median(factors) / factors)
+    return shared

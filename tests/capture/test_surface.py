@@ -66,8 +66,11 @@ class Machine:
 
 
 def test_measurement_times_the_run_alone_and_drops_the_warm_up():
-    """The machine's time of run i of (B, Q) is 100 Q + B + i, so each statistic is known."""
-    machine = Machine(lambda key, i: 100 * key.num_query_tokens + key.num_reqs + i)
+    """Run i of (B, Q) takes 100 Q + B, and i more for one pair, so each statistic is known."""
+    noisy = GraphKey(1, 2)
+    machine = Machine(
+        lambda key, i: 100 * key.num_query_tokens + key.num_reqs + (i if key == noisy else 0)
+    )
     surface = measure_surface(
         KEYS,
         machine.probe(),
@@ -82,9 +85,9 @@ def test_measurement_times_the_run_alone_and_drops_the_warm_up():
     for key in KEYS:
         base = 100 * key.num_query_tokens + key.num_reqs
         point = surface.points[key]
-        assert point.median_ms == pytest.approx(base + 4.5) == surface.ms(key)
-        assert point.low_ms == pytest.approx(base + 3)
-        assert point.high_ms == pytest.approx(base + 6)
+        assert point.median_ms == pytest.approx(base + 4.5 * (key == noisy)) == surface.ms(key)
+        assert point.low_ms == pytest.approx(base + 3 * (key == noisy))
+        assert point.high_ms == pytest.approx(base + 6 * (key == noisy))
         assert point.repeats == 4
 
 
@@ -104,15 +107,32 @@ def test_measurement_goes_round_all_pairs_largest_first():
     assert machine.log == want
 
 
-def test_slow_spell_costs_each_pair_one_repeat():
-    """A machine 50 times slower during one whole turn moves no median."""
+def test_slow_spell_of_a_whole_round_is_divided_out():
+    """A machine 50 times slower during one whole round moves neither a median nor a spread."""
     machine = Machine(lambda key, i: key.num_query_tokens * (50.0 if i == 3 else 1.0))
     surface = measure_surface(
         KEYS, machine.probe(), context_len=0, facts={}, clock=lambda: machine.seconds
     )
     for key in KEYS:
         assert surface.ms(key) == pytest.approx(key.num_query_tokens)
-        assert surface.points[key].high_ms == pytest.approx(50 * key.num_query_tokens)
+        assert surface.points[key].spread == pytest.approx(0.0, abs=1e-9)
+
+
+def test_load_and_noise_of_one_pair_do_not_add_up():
+    """Rounds under load 1, 2, 4, and one pair three times too slow in the second: its plain median
+    would be 4, twice what the others' says."""
+    load = {2: 1.0, 3: 2.0, 4: 4.0}
+    noisy = GraphKey(1, 1)
+    machine = Machine(
+        lambda key, i: (
+            key.num_query_tokens * load.get(i, 1.0) * (3.0 if (key, i) == (noisy, 3) else 1.0)
+        )
+    )
+    surface = measure_surface(
+        KEYS, machine.probe(), context_len=0, facts={}, repeats=3, clock=lambda: machine.seconds
+    )
+    for key in KEYS:
+        assert surface.ms(key) == pytest.approx(2.0 * key.num_query_tokens)
 
 
 def test_only_the_run_is_needed():
