@@ -266,11 +266,12 @@ def _report_pool(
     deployment: Deployment, path: Path | None, overrides: tuple[str, ...], plan: Plan
 ) -> dict[str, Any]:
     """The captured step with the pool as it is and 16 times as large."""
-    blocks = deployment.loaded.config.num_blocks * POOL_FACTOR
-    large = start(load_config(path, (*overrides, f"cache.num_blocks={blocks}")))
+    blocks = deployment.runner.num_blocks * POOL_FACTOR
+    sizes = ("cache.pool_bytes=0", "cache.memory_fraction=0", f"cache.num_blocks={blocks}")
+    large = start(load_config(path, (*overrides, *sizes)))
     benches = {"x1": StepBench(deployment.runner, SHORT_CONTEXT)}
     benches[f"x{POOL_FACTOR}"] = StepBench(large.runner, SHORT_CONTEXT)
-    print(f"\npool of {deployment.loaded.config.num_blocks} and {blocks} blocks")
+    print(f"\npool of {deployment.runner.num_blocks} and {blocks} blocks")
     result = {}
     for key in STEP_KEYS[1], STEP_KEYS[3]:
         samples = interleave(

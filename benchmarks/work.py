@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from decodegrid.graphs.model_config import ModelConfig
-from decodegrid.graphs.step_weights import LayerWeights, StepWeights
+from decodegrid.graphs.step_weights import LayerWeights, StepWeights, storage_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,12 @@ def experts_touched(num_experts: int, per_token: int, num_tokens: int) -> float:
 
 
 def step_work(weights: StepWeights, config: ModelConfig, shape: StepShape) -> StepWork:
-    """Work of one decode step with these weights; the drafter's part where they have one."""
+    """Work of one decode step with these weights; the drafter's part where they have one.
+
+    Raises ValueError for packed weights: what they cost is decoding, which is not counted here.
+    """
+    if "packed" in storage_form(weights):
+        raise ValueError("the least work is counted for float weights; set model.weights: expanded")
     total = StepWork(0.0, 0.0, 0.0)
     for index, layer in enumerate(weights.layers):
         total += layer_weight_work(

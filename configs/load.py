@@ -23,6 +23,8 @@ from decodegrid.configs.yaml_nodes import Document, NodePath, Value, parse
 
 CONFIGS_DIR = Path(__file__).resolve().parent
 EMBEDDED_CHECKPOINT = "tiny"
+EMBEDDED_CHECKPOINTS = (EMBEDDED_CHECKPOINT, "tiny-v41")
+"""Names that mean a checkpoint in this directory: the embedded model, and its quantised form."""
 FROM_DEFAULT = "default"
 FROM_SET = "--set"
 
@@ -72,9 +74,9 @@ class LoadedConfig:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Directory of the checkpoint, absolute; "tiny" is the embedded one."""
-        if self.config.model.checkpoint == EMBEDDED_CHECKPOINT:
-            return CONFIGS_DIR / EMBEDDED_CHECKPOINT
+        """Directory of the checkpoint, absolute; "tiny" and "tiny-v41" are the embedded ones."""
+        if self.config.model.checkpoint in EMBEDDED_CHECKPOINTS:
+            return CONFIGS_DIR / self.config.model.checkpoint
         return self._resolve("model.checkpoint", self.config.model.checkpoint)
 
     @property

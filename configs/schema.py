@@ -1,69 +1,27 @@
-"""The schema of a deployment: sections, fields, bounds and the rules between fields.
+"""The schema of a deployment: its sections together, and the rules between fields.
 
-Owns what a deployment may say and the numbers that follow from it; does not own files, line
-numbers or overrides (configs/load.py) and reads no environment. Data flow: configs/load.py turns
-YAML into a plain mapping, this schema checks it, every other folder reads the frozen result.
+Owns what a deployment may say and the numbers that follow from it; the sections and their bounds
+stand in configs/sections.py. Does not own files, line numbers or overrides (configs/load.py) and
+reads no environment. Data flow: configs/load.py turns YAML into a plain mapping, this schema checks
+it, every other folder reads the frozen result.
 """
 
-from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
+from pydantic import Field, model_validator
+
+from decodegrid.configs.sections import (
+    CacheSection,
+    CompileSection,
+    ConfidenceTemperatures,
+    GridSection,
+    ModelSection,
+    SamplingSection,
+    SchedulerSection,
+    Section,
+    SpeculationSection,
+    SurfaceSection,
 )
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _check_verify_tokens(value: object) -> object:
-    """One message for the union, where pydantic would report each of its branches."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value not in ("scheduled", "all") and not is_count:
-        raise ValueError('must be "scheduled", "all" or a whole number >= 1')
-    return value
-
-
-def _check_top_k(value: int) -> int:
-    if value != -1 and value < 1:
-        raise ValueError("must be -1 (all tokens) or at least 1")
-    return value
-
-
-def _check_temperature(value: float) -> float:
-    if value != 0 and not 1e-5 <= value <= 100.0:
-        raise ValueError("must be 0 (greedy) or 1e-05 to 100")
-    return value
-
-
-def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
-    for left, right in pairwise(values):
-        if left >= right:
-            raise ValueError(f"must be ascending without repeats; {right} follows {left}")
-    return values
-
-
-ChunkSizes = Annotated[
-    tuple[Annotated[int, Field(ge=2, le=65536)], ...],
-    BeforeValidator(_as_tuple),
-    AfterValidator(_ascending),
-    Field(min_length=1),
-]
-GridSizes = Annotated[
-    tuple[Annotated[int, Field(ge=1)], ...],
-    BeforeValidator(_as_tuple),
-    AfterValidator(_ascending),
-]
-DraftTemperatures = Annotated[
-    tuple[Annotated[float, Field(gt=0.0)], ...], BeforeValidator(_as_tuple)
-]
 
 
 class CrossFieldError(ValueError):
@@ -76,177 +34,6 @@ class CrossFieldError(ValueError):
     def __init__(self, problems: tuple[tuple[str, str], ...]) -> None:
         super().__init__("; ".join(f"{key}: {message}" for key, message in problems))
         self.problems = problems
-
-
-class Section(BaseModel):
-    """What all sections share: no coercion, no change after load, no unknown key."""
-
-    model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="forbid",
-        validate_default=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-
-class ModelSection(Section):
-    """The checkpoint, and where and how it computes."""
-
-    checkpoint: Annotated[str, Field(min_length=1)] = "tiny"
-    """"tiny" for the embedded model, else a checkpoint directory, relative to the YAML file."""
-
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Device of weights, state and steps."""
-
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Type of weights and activations; what must be wider stays wider."""
-
-    num_threads: Annotated[int, Field(ge=1, le=256)] = 1
-    """CPU threads of one step, 1 to 256."""
-
-
-class SchedulerSection(Section):
-    """Admission, prefill chunks and their order."""
-
-    max_num_reqs: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Most requests that decode at once, 1 to 1024; as many slots are allocated."""
-
-    max_model_len: Annotated[int, Field(ge=2, le=1048576)] = 4096
-    """Most tokens of one request, prompt and output together, 2 to 1048576."""
-
-    prefill_chunk_sizes: ChunkSizes = (16, 64, 256)
-    """Captured prefill sizes in tokens, ascending, each 2 to 65536; a chunk is padded upwards."""
-
-    decode_steps_per_prefill_chunk: Annotated[int, Field(ge=0, le=1000)] = 4
-    """A waiting prompt gets a chunk at least every so many decode steps, 0 to 1000; with 0 decoding
-    waits until no prompt with a free slot is left."""
-
-
-class CacheSection(Section):
-    """The paged pool of compressed entries and index keys."""
-
-    block_size: Annotated[int, Field(ge=2, le=1024)] = 64
-    """Tokens of text that one block covers, even, 2 to 1024."""
-
-    num_blocks: Annotated[int, Field(ge=0, le=2**24)] = 0
-    """Blocks in the pool with the null block, 2 to 16777216; 0 for as many as `max_num_reqs`
-    requests of `max_model_len` tokens need."""
-
-    @field_validator("block_size")
-    @classmethod
-    def _even(cls, value: int) -> int:
-        if value % 2:
-            raise ValueError("must be even")
-        return value
-
-    @field_validator("num_blocks")
-    @classmethod
-    def _room_beside_null_block(cls, value: int) -> int:
-        if value == 1:
-            raise ValueError("must be 0 (sized by need) or at least 2 (block 0 is the null block)")
-        return value
-
-
-class ConfidenceTemperatures(Section):
-    """Divisors of the confidence head's logits, one for each draft, above 0; below 1e-5 they act
-    as 1e-5. How often a draft is accepted depends on how it is verified, so each way has its own.
-    """
-
-    coupled: DraftTemperatures = ()
-    """K or more numbers for `verify: coupled`, the first K count; empty for 1.0 each."""
-
-    rejection: DraftTemperatures = ()
-    """K numbers for `verify: rejection`; empty for 1.0 each."""
-
-
-class SpeculationSection(Section):
-    """Drafts and their verification."""
-
-    num_draft_tokens: Annotated[int, Field(ge=0, le=16)] = 5
-    """Drafts offered for each request and step, K, 0 to 16; 0 decodes without a drafter."""
-
-    verify_tokens: Annotated[
-        Literal["scheduled", "all"] | Annotated[int, Field(ge=1)],
-        BeforeValidator(_check_verify_tokens),
-    ] = "scheduled"
-    """Query tokens of one step over all its requests. "scheduled": as many as the measured step
-    times and the drafts' survival rates say emit most tokens a millisecond. "all": every draft. A
-    number: at most so many, 1 to max_num_reqs * (K + 1); each request keeps its one token."""
-
-    budget_rates: Literal["delayed", "fresh"] = "delayed"
-    """Survival rates that a scheduled total comes from. "delayed": of the step before last, which
-    keeps rejection sampling exact. "fresh": of the last step, for `verify: coupled` only."""
-
-    verify: Literal["coupled", "rejection"] = "coupled"
-    """"coupled": drafter and target draw with the same noise, and what is emitted does not depend
-    on drafts, batch or budget. "rejection": a draft is kept as often as the distributions allow;
-    it keeps K * vocabulary numbers for each request. Temperature 0 gives the same text in both."""
-
-    confidence_temperatures: ConfidenceTemperatures = ConfidenceTemperatures()
-    """Calibration of the drafter's confidences for each way to verify."""
-
-    @property
-    def draft_temperatures(self) -> tuple[float, ...]:
-        """The K divisors of the chosen way to verify, with the empty list and the floor
-        resolved."""
-        given: tuple[float, ...] = getattr(self.confidence_temperatures, self.verify)
-        given = given[: self.num_draft_tokens] or (1.0,) * self.num_draft_tokens
-        return tuple(max(value, 1e-5) for value in given)
-
-
-class SurfaceSection(Section):
-    """How the step times of the captured pairs are measured for the verify budget."""
-
-    context_len: Annotated[int, Field(ge=1)] = 256
-    """Tokens in each row's context while measuring, at least 1; as many as fit the length limit."""
-
-    repeats: Annotated[int, Field(ge=0, le=1000)] = 9
-    """Timed replays of each pair at start-up, 0 to 1000; 0 takes a kept surface or none."""
-
-    max_age_s: Annotated[int, Field(ge=0, le=315360000)] = 86400
-    """Seconds for which a kept surface serves later starts, 0 to 315360000 (ten years)."""
-
-
-class GridSection(Section):
-    """Which (B requests, Q query tokens) pairs are captured: Q is B times each entry."""
-
-    num_reqs: GridSizes = ()
-    """Captured B, ascending, the last one `max_num_reqs`; empty for the powers of two below
-    `max_num_reqs`, and `max_num_reqs`."""
-
-    num_query_tokens_per_req: GridSizes = ()
-    """Captured Q / B, ascending, the last one K + 1; empty for 1 to K + 1."""
-
-
-class CompileSection(Section):
-    """How the regions of a step are compiled."""
-
-    backend: Literal["inductor", "eager"] = "inductor"
-    """"inductor" for speed; "eager" traces without a code generator, for tests."""
-
-    cache_dir: str = ""
-    """Directory of compile caches, relative to the YAML file; empty for a per-user one."""
-
-    progress: bool = True
-    """Whether compilation and capture draw a progress bar on standard error."""
-
-
-class SamplingSection(Section):
-    """What the command line samples with where its flags say nothing."""
-
-    temperature: Annotated[float, AfterValidator(_check_temperature)] = 0.7
-    """Divides the logits, 1e-5 to 100; 0 takes the most probable token."""
-
-    max_tokens: Annotated[int, Field(ge=1)] = 128
-    """Most tokens to emit for a prompt, at least 1."""
-
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the distribution whose most probable tokens are drawn from, above 0 to 1 (all)."""
-
-    top_k: Annotated[int, AfterValidator(_check_top_k)] = -1
-    """Number of most probable tokens that are drawn from, at least 1; -1 for all."""
 
 
 class DeploymentConfig(Section):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.request import Request
 from decodegrid.engine.request_error import RequestError
-from decodegrid.engine.runner_protocol import MAX_STOP_TOKEN_IDS, StepRunner
+from decodegrid.engine.runner_protocol import StepRunner
 from decodegrid.engine.sampling_params import SamplingParams
 
 
@@ -42,14 +42,20 @@ class EngineLimits:
         )
 
     @classmethod
-    def of_deployment(cls, config: DeploymentConfig, vocab_size: int) -> "EngineLimits":
-        """The limits of a runner that is not built yet."""
+    def of_deployment(
+        cls, config: DeploymentConfig, vocab_size: int, num_blocks: int
+    ) -> "EngineLimits":
+        """The limits of a runner that is not built yet.
+
+        num_blocks: the pool's, or the most it can get where start-up decides; what is too large
+        for the pool is then refused after the start.
+        """
         return cls(
             num_draft_tokens=config.speculation.num_draft_tokens,
             max_num_reqs=config.scheduler.max_num_reqs,
             max_model_len=config.scheduler.max_model_len,
             block_size=config.cache.block_size,
-            num_blocks=config.num_blocks,
+            num_blocks=num_blocks,
             prefill_chunk_size=config.scheduler.prefill_chunk_sizes[-1],
             vocab_size=vocab_size,
         )
@@ -85,10 +91,11 @@ def build_request(
         )
     eos_ids = () if params.ignore_eos else (eos_token_id,)
     stop_token_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
-    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+    max_drafts = params.max_drafts
+    if max_drafts is not None and max_drafts > limits.num_draft_tokens:
         raise RequestError(
-            f"{len(stop_token_ids)} stop token ids (end of text included), "
-            f"at most {MAX_STOP_TOKEN_IDS} are allowed"
+            f"speculation is {max_drafts} drafts; the deployment makes {limits.num_draft_tokens} "
+            "(speculation.num_draft_tokens)"
         )
     max_seq_len = limits.max_model_len
     if params.max_tokens is not None:
@@ -107,8 +114,10 @@ def build_request(
         temperature=float(params.temperature),
         seed=seed,
         stop_token_ids=stop_token_ids,
+        eos_token_id=None if params.ignore_eos else eos_token_id,
         top_p=float(params.top_p),
         top_k=params.top_k,
+        max_drafts=max_drafts,
     )
 
 

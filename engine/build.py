@@ -6,9 +6,8 @@ and buffers -> regions -> one captured graph per pair and prefill size -> Runner
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -22,11 +21,19 @@ from decodegrid.capture.lowering import Backend, CompileOptions
 from decodegrid.capture.phases import PhaseClock, Progress
 from decodegrid.capture.region_store import RegionStore
 from decodegrid.configs.load import LoadedConfig
+from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.cache_leftovers import remove_leftovers
+from decodegrid.engine.compute_dtypes import DTYPES
 from decodegrid.engine.deployment_check import capacity_of, check_model, check_settings
+from decodegrid.engine.pool_size import (
+    cache_line,
+    measure_free_bytes,
+    resolve_num_blocks,
+    size_pool,
+)
 from decodegrid.engine.region_facts import region_facts
 from decodegrid.engine.runner import PrefillKey, Runner
-from decodegrid.graphs.checkpoint import load_model
+from decodegrid.graphs.checkpoint import WeightForm, load_model
 from decodegrid.graphs.decode_step import decode_step
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.model_config import ModelConfig
@@ -34,13 +41,10 @@ from decodegrid.graphs.prefill_step import prefill_step
 from decodegrid.graphs.regions import RegionTable, build_regions
 from decodegrid.graphs.state import Capacity, allocate_state
 from decodegrid.graphs.step_buffers import StepBuffers, allocate_buffers
-from decodegrid.graphs.step_weights import pack_weights
+from decodegrid.graphs.step_weights import storage_form
 from decodegrid.graphs.target_step import StepModel
+from decodegrid.graphs.weight_packing import pack_weights
 from decodegrid.kernels.native import install_native_kernels
-
-DTYPES = MappingProxyType(
-    {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class RunnerOptions:
     show_progress: bool
     native_cache_dir: Path | None = None
     """Where the native CPU kernels are built; None leaves plain torch behind the ops."""
+    deployment: DeploymentConfig | None = None
+    """Decides the blocks of the pool once the weights are in memory; None takes the capacity's."""
 
 
 def make_regions(
@@ -107,15 +113,23 @@ def capture_graphs(
     return decode, {key.num_tokens: graph for key, graph in prefill.items()}
 
 
+def weight_form(config: DeploymentConfig, model: ModelConfig) -> WeightForm:
+    """`model.weights` of a deployment, "auto" resolved: expanded on the CPU and for checkpoints of
+    floats, packed on CUDA."""
+    if config.model.weights != "auto":
+        return config.model.weights
+    return "packed" if model.quantized and config.model.device == "cuda" else "expanded"
+
+
 def storage_dtype(options: RunnerOptions) -> torch.dtype | None:
-    """What matrices are stored in beside the model's dtype; None for that dtype itself."""
+    """What float matrices are stored in beside the model's dtype; None for that dtype itself."""
     # The native kernel reads bfloat16 under float32; plain regions would widen at every call.
     native = options.device == "cpu" and options.compile_options.backend != "none"
     return torch.bfloat16 if native and options.dtype == torch.float32 else None
 
 
 def start_up_report(clock: PhaseClock, counters: CaptureCounters, notes: Sequence[str]) -> str:
-    """Phases, what the region store could not do, and the two counters."""
+    """Phases, notes (the cache's size, what the region store could not do), the two counters."""
     ready = (
         f"ready: {counters.num_compilations} compilations, {counters.num_loaded} regions from the "
         f"cache, {counters.num_captured} captured graphs"
@@ -127,7 +141,7 @@ def start_up_report(clock: PhaseClock, counters: CaptureCounters, notes: Sequenc
 def named_allocation(capacity: Capacity) -> Iterator[None]:
     """Turn torch's want of memory into a ValueError that names the settings which decide it.
 
-    Any other error passes as it is.
+    capacity: with the number of blocks that is asked for. Any other error passes as it is.
     """
     try:
         yield
@@ -144,6 +158,17 @@ def named_allocation(capacity: Capacity) -> Iterator[None]:
         ) from error
 
 
+def with_pool(options: RunnerOptions, config: ModelConfig) -> tuple[Capacity, list[str]]:
+    """The capacity with its pool sized by the memory that is free now, and lines for the report."""
+    capacity, notes = options.capacity, []
+    if options.deployment is not None:
+        free = measure_free_bytes(options.deployment)
+        pool = size_pool(options.deployment, config, free)
+        capacity = replace(capacity, num_blocks=pool.num_blocks)
+        notes = [pool.note] if pool.note else []
+    return capacity, [cache_line(config, capacity, options.dtype), *notes]
+
+
 def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) -> Runner:
     """A ready runner for a loaded model; both counters equal their plans when it returns.
 
@@ -154,6 +179,9 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
     with clock.phase("allocate"), torch.no_grad(), named_allocation(capacity):
         storage = storage_dtype(options)
         weights = pack_weights(model, with_drafter=capacity.num_draft_tokens > 0, storage=storage)
+    # Sized here, where the weights are in memory in the form that steps read.
+    capacity, cache_notes = with_pool(options, config)
+    with clock.phase("allocate"), torch.no_grad(), named_allocation(capacity):
         state = allocate_state(config, capacity, options.dtype, options.device)
         chunk = max(options.prefill_chunk_sizes)
         buffers = allocate_buffers(config, capacity, chunk, options.dtype, options.device)
@@ -168,7 +196,7 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
         options.compile_options,
         options.dtype,
         options.device,
-        weights.head.dtype,
+        storage_form(weights),
     )
     cache_dir = options.compile_options.cache_dir
     store = None if cache_dir is None else RegionStore(cache_dir, facts)
@@ -192,7 +220,8 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
     compiler.freeze()
     counters.declare_ready()
     clock.stop()
-    report = start_up_report(clock, counters, store.notes if store is not None else ())
+    store_notes = store.notes if store is not None else ()
+    report = start_up_report(clock, counters, [*cache_notes, *store_notes])
     return Runner(step_model, buffers, options.grid, decode, prefill, counters, report, facts)
 
 
@@ -204,13 +233,20 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
     config = loaded.config
     dtype = DTYPES[config.model.dtype]
     clock = PhaseClock() if clock is None else clock
-    check_settings(loaded)
+    model_config = check_settings(loaded)
     remove_leftovers(loaded.cache_dir)
     torch.set_num_threads(config.model.num_threads)
     with clock.phase("load"):
-        model = load_model(loaded.checkpoint_dir, config.model.device, dtype)
+        model = load_model(
+            loaded.checkpoint_dir,
+            config.model.device,
+            dtype,
+            weights=weight_form(config, model_config),
+            engram_tables=config.model.engram_tables,
+            progress=config.compile.progress,
+        )
     drafts = config.speculation.num_draft_tokens
-    capacity = capacity_of(config)
+    capacity = capacity_of(config, resolve_num_blocks(config, model_config, None))
     grid = build_grid(
         config.scheduler.max_num_reqs,
         drafts,
@@ -229,5 +265,6 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
         draft_temperatures=config.speculation.draft_temperatures or (1.0,),
         show_progress=config.compile.progress,
         native_cache_dir=loaded.cache_dir if config.model.device == "cpu" else None,
+        deployment=config,
     )
     return make_runner(model, options, clock)

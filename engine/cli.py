@@ -3,7 +3,7 @@
 Owns the command line's grammar and what becomes of an error: one line on standard error and exit
 status 2 for what a user can cause, 130 after Ctrl-C, 141 when the reader of the output has gone.
 The subcommands do the work in cli_generate.py, cli_chat.py,
-cli_config.py and cli_profile.py.
+cli_config.py, cli_profile.py, cli_inspect.py and cli_convert.py.
 """
 
 import argparse
@@ -16,7 +16,9 @@ from decodegrid import __version__
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.cli_chat import add_chat_parser
 from decodegrid.engine.cli_config import add_config_parser
+from decodegrid.engine.cli_convert import add_convert_parser
 from decodegrid.engine.cli_generate import add_generate_parser
+from decodegrid.engine.cli_inspect import add_inspect_parser
 from decodegrid.engine.cli_profile import add_profile_parser
 from decodegrid.engine.llm import LLM
 
@@ -49,6 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_chat_parser(commands)
     add_config_parser(commands)
     add_profile_parser(commands)
+    add_inspect_parser(commands)
+    add_convert_parser(commands)
     return parser
 
 

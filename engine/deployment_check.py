@@ -13,8 +13,10 @@ import torch
 
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.configs.schema import DeploymentConfig
+from decodegrid.engine.pool_size import resolve_num_blocks
 from decodegrid.engine.tokenizer import Tokenizer
 from decodegrid.graphs.checkpoint import check_checkpoint, read_checkpoint_config
+from decodegrid.graphs.kv_cache import check_channels
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.graphs.state import Capacity
 
@@ -22,20 +24,22 @@ MAX_NGRAM = 4
 """Slot state holds three earlier tokens, which serves n-grams of up to four."""
 
 
-def capacity_of(config: DeploymentConfig) -> Capacity:
-    """What the deployment chooses about state."""
+def capacity_of(config: DeploymentConfig, num_blocks: int) -> Capacity:
+    """What the deployment chooses about state; num_blocks: of the pool, as `size_pool` says."""
     return Capacity(
         config.scheduler.max_num_reqs + 1,
-        config.num_blocks,
+        num_blocks,
         config.cache.block_size,
         config.scheduler.max_model_len,
         config.speculation.num_draft_tokens,
         config.speculation.verify,
+        config.cache.kv_cache,
     )
 
 
 def check_model(config: ModelConfig, capacity: Capacity) -> None:
     """Refuse deployments that this model cannot serve, naming both sides."""
+    check_channels(config, capacity.kv_cache)
     if config.engram_layer_ids and config.engram_max_ngram_size > MAX_NGRAM:
         raise ValueError(
             f"engram_max_ngram_size is {config.engram_max_ngram_size}; "
@@ -61,11 +65,13 @@ def check_model(config: ModelConfig, capacity: Capacity) -> None:
 def check_settings(loaded: LoadedConfig) -> ModelConfig:
     """Check the settings against config.json and the machine; returns the model's config.
 
-    Raises ValueError, or CheckpointError for the directory and its config.json.
+    A pool of `cache.memory_fraction` is left to start-up, which measures the memory that is free
+    once the weights are in it. Raises ValueError, or CheckpointError for the directory and its
+    config.json.
     """
     config = loaded.config
     model = read_checkpoint_config(loaded.checkpoint_dir)
-    check_model(model, capacity_of(config))
+    check_model(model, capacity_of(config, resolve_num_blocks(config, model, None)))
     _check_surface_room(config)
     if config.model.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("model.device is cuda, but torch finds no CUDA device")

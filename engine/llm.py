@@ -1,13 +1,12 @@
 """The library's front door: prompts in, outputs out.
 
-Owns the parts of one deployment (tokenizer, runner, scheduler, loop) and the open requests. Holds
+Owns the parts of one deployment (tokenizer, runner, scheduler, loop, table of open requests). Holds
 no model code. A call checks all its prompts, queues them, steps the engine until they have ended,
 and takes back whatever is left when the caller stops early. One thread may use an LLM. close()
 gives its memory back, at once and not when Python comes to it.
 """
 
 import gc
-import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +14,7 @@ from typing import Any, Self
 
 from decodegrid.configs.load import LoadedConfig, load_config
 from decodegrid.configs.schema import DeploymentConfig
-from decodegrid.engine.admission import EngineLimits, build_request
+from decodegrid.engine.admission import EngineLimits
 from decodegrid.engine.engine_loop import EngineLoop
 from decodegrid.engine.output_stream import OutputStream
 from decodegrid.engine.request import RequestOutput, StreamOutput
@@ -24,14 +23,9 @@ from decodegrid.engine.runner_protocol import StepRunner
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.scheduler import Scheduler
 from decodegrid.engine.stats import EngineStats
+from decodegrid.engine.stream_table import Prompt, StreamTable
 from decodegrid.engine.tokenizer import Tokenizer
 from decodegrid.engine.verify_policy import FixedVerify, VerifyPolicy
-
-Prompt = str | Sequence[int]
-"""Text, which gets the begin-of-sentence token, or token ids, which are taken as they are."""
-
-_SEED_BITS = 63
-_CLOSED = "this LLM is closed; make a new one"
 
 
 class LLM:
@@ -94,13 +88,12 @@ class LLM:
             decode_steps_per_prefill_chunk=decode_steps_per_prefill_chunk,
             policy=policy,
         )
-        self._open_loop: EngineLoop | None = EngineLoop(runner, self.scheduler, self.stats)
-        self._streams: dict[str, OutputStream] = {}
-        self._num_requests = 0
+        loop = EngineLoop(runner, self.scheduler, self.stats)
+        self.stream_table = StreamTable(loop, tokenizer, self.limits)
+        """The open requests; what generate and stream are made of."""
 
     def __enter__(self) -> Self:
-        if self._open_loop is None:
-            raise RuntimeError(_CLOSED)
+        _ = self.stream_table.loop  # raises where it is closed
         return self
 
     def __exit__(
@@ -117,21 +110,13 @@ class LLM:
         Open requests end with finish reason "abort": their streams still give the pieces that were
         not taken, and that last one.
         """
-        if self._open_loop is None:
+        if self.stream_table.is_closed:
             return
         try:
-            for request_id in list(self._streams):
-                self.abort(request_id)
+            self.stream_table.close()
         finally:
-            self._open_loop = None
             self.stats.let_go()
             gc.collect()  # steps, buffers and compiled regions refer to each other in circles
-
-    @property
-    def _loop(self) -> EngineLoop:
-        if self._open_loop is None:
-            raise RuntimeError(_CLOSED)
-        return self._open_loop
 
     def generate(
         self,
@@ -144,12 +129,12 @@ class LLM:
         all or one a prompt. Raises RequestError, before anything runs, if any of them is bad.
         """
         streams = self._build_streams(prompts, sampling_params)
-        self._open(streams)
+        self.stream_table.open(streams)
         try:
-            while not all(stream.request.is_finished for stream in streams):
-                self._step()
+            while not all(stream.is_finished for stream in streams):
+                self.stream_table.step()
         finally:
-            self._close(streams)
+            self.stream_table.discard(streams)
         return [stream.output() for stream in streams]
 
     def stream(
@@ -162,7 +147,7 @@ class LLM:
         Arguments and errors as for generate; errors are raised here, not at the first piece. The
         requests are queued when the first piece is asked for. Closing the iterator ends them.
         """
-        return self._run_streams(self._build_streams(prompts, sampling_params))
+        return self.stream_table.run(self._build_streams(prompts, sampling_params))
 
     def report(self) -> str:
         """What was done so far and how the verify budget stands, one fact a line."""
@@ -170,43 +155,7 @@ class LLM:
 
     def abort(self, request_id: str) -> bool:
         """End an open request now with finish reason "abort"; False when none has that id."""
-        request = self._loop.abort(request_id)
-        if request is None:
-            return False
-        self._streams[request_id].add(())
-        return True
-
-    def _run_streams(self, streams: list[OutputStream]) -> Iterator[StreamOutput]:
-        self._open(streams)
-        try:
-            left = streams
-            while left:
-                for stream in left:
-                    while (piece := stream.take()) is not None:
-                        yield piece
-                left = [stream for stream in left if not stream.is_drained]
-                # The caller may have aborted some while it held a piece.
-                if left and not any(stream.request.is_finished for stream in left):
-                    self._step()
-        finally:
-            self._close(streams)
-
-    def _step(self) -> None:
-        for update in self._loop.step():
-            self._streams[update.request.request_id].add(update.token_ids)
-
-    def _open(self, streams: list[OutputStream]) -> None:
-        loop = self._loop
-        for stream in streams:
-            self._streams[stream.request.request_id] = stream
-            loop.add(stream.request)
-
-    def _close(self, streams: list[OutputStream]) -> None:
-        """Forget requests; those that have not ended are aborted."""
-        for stream in streams:
-            if not stream.request.is_finished:
-                self._loop.abort(stream.request.request_id)
-            self._streams.pop(stream.request.request_id, None)
+        return self.stream_table.abort(request_id) is not None
 
     def _build_streams(
         self,
@@ -214,34 +163,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[OutputStream]:
         """Check everything and build the requests; nothing is queued."""
-        if self._open_loop is None:
-            raise RuntimeError(_CLOSED)
+        _ = self.stream_table.loop  # raises where it is closed
         texts_or_ids = _as_prompt_list(prompts)
         params_list = _as_params_list(sampling_params, len(texts_or_ids))
         streams = []
         for index, (prompt, params) in enumerate(zip(texts_or_ids, params_list, strict=True)):
             try:
-                streams.append(self._build_stream(index, prompt, params))
+                streams.append(self.stream_table.build(prompt, params, index=index))
             except RequestError as error:
                 where = f"prompt {index}: " if len(texts_or_ids) > 1 else ""
                 raise RequestError(f"{where}{error}") from error
         return streams
-
-    def _build_stream(self, index: int, prompt: Prompt, params: SamplingParams) -> OutputStream:
-        text = prompt if isinstance(prompt, str) else None
-        if text == "":
-            raise RequestError("the prompt is empty; it needs at least 1 character")
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        request = build_request(
-            str(self._num_requests),
-            token_ids,
-            params,
-            seed=secrets.randbits(_SEED_BITS) if params.seed is None else params.seed,
-            eos_token_id=self.tokenizer.eos_token_id,
-            limits=self.limits,
-        )
-        self._num_requests += 1
-        return OutputStream(index, text, request, self.tokenizer)
 
 
 def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,50 +1,56 @@
-"""Collects what a request emits and gives it out as text, piece by piece or as a whole.
+"""Collects what the completions of one prompt emit and gives it out, piece by piece or as a whole.
 
-Owns the detokenizer and the undelivered pieces of one request. Does not step the engine: the LLM
-feeds it after each step, and whoever asked for the request takes from it.
+Owns the undelivered pieces of one request and what its result looks like. Does not step the
+engine: the stream table feeds it after each step, and whoever asked for the request takes from it.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 from decodegrid.engine.request import CompletionOutput, Request, RequestOutput, StreamOutput
-from decodegrid.engine.tokenizer import Tokenizer
 
 
 class OutputStream:
-    """The output side of one request."""
+    """The output side of one prompt."""
 
-    __slots__ = ("_detokenizer", "_pending", "_text", "index", "prompt", "request")
+    __slots__ = ("_num_unfinished", "_pending", "index", "prompt", "request_id", "requests")
 
     def __init__(
-        self, index: int, prompt: str | None, request: Request, tokenizer: Tokenizer
+        self, index: int, request_id: str, prompt: str | None, requests: Sequence[Request]
     ) -> None:
-        """index: place among the prompts that were given together. prompt: its text, if any."""
+        """index: place among the prompts that were given together. request_id: the caller's name
+        for it. prompt: its text, if any. requests: one for each completion, with its text."""
         self.index = index
+        self.request_id = request_id
         self.prompt = prompt
-        self.request = request
-        self._detokenizer = tokenizer.detokenizer()
-        self._text: list[str] = []
+        self.requests = tuple(requests)
+        self._num_unfinished = len(self.requests)
         self._pending: deque[StreamOutput] = deque()
 
     @property
-    def is_drained(self) -> bool:
-        """Whether the request has ended and every piece was taken."""
-        return self.request.is_finished and not self._pending
+    def is_finished(self) -> bool:
+        """Whether the last piece of every completion is there, taken or not."""
+        return self._num_unfinished == 0
 
-    def add(self, token_ids: tuple[int, ...]) -> None:
-        """Take in tokens just committed; the last piece when the request has finished."""
-        text = self._detokenizer.push(token_ids)
-        if self.request.is_finished:
-            text += self._detokenizer.flush()
-        self._text.append(text)
+    @property
+    def is_drained(self) -> bool:
+        """Whether all have ended and every piece was taken."""
+        return self.is_finished and not self._pending
+
+    def add(self, request: Request, token_ids: tuple[int, ...]) -> None:
+        """Take in ids just committed to one of the requests; its last piece when it has ended."""
+        assert request.text is not None
+        self._num_unfinished -= request.is_finished
         self._pending.append(
             StreamOutput(
                 index=self.index,
-                request_id=self.request.request_id,
-                text=text,
+                request_id=self.request_id,
+                text=request.text.take(),
                 token_ids=token_ids,
-                finish_reason=self.request.finish_reason,
-                output=self.output() if self.request.is_finished else None,
+                finish_reason=request.finish_reason,
+                output=self.output() if self.is_finished else None,
+                completion_index=request.completion,
+                stop_reason=request.stop_reason,
             )
         )
 
@@ -53,22 +59,27 @@ class OutputStream:
         return self._pending.popleft() if self._pending else None
 
     def output(self) -> RequestOutput:
-        """The result so far, taken or not; the whole one when the request has finished."""
-        request = self.request
-        completion = CompletionOutput(
-            index=0,
-            text="".join(self._text),
-            token_ids=tuple(request.output_token_ids),
-            finish_reason=request.finish_reason,
-        )
+        """The result so far, taken or not; the whole one when all have finished."""
+        first = self.requests[0]
         return RequestOutput(
-            request_id=request.request_id,
+            request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=tuple(request.token_ids[: request.num_prompt_tokens]),
-            outputs=(completion,),
-            finished=request.is_finished,
-            num_drafted=request.num_drafted,
-            num_verified=request.num_verified,
-            num_accepted=request.num_accepted,
-            num_preemptions=request.num_preemptions,
+            prompt_token_ids=tuple(first.token_ids[: first.num_prompt_tokens]),
+            outputs=tuple(_completion(request) for request in self.requests),
+            finished=self.is_finished,
+            num_drafted=sum(request.num_drafted for request in self.requests),
+            num_verified=sum(request.num_verified for request in self.requests),
+            num_accepted=sum(request.num_accepted for request in self.requests),
+            num_preemptions=sum(request.num_preemptions for request in self.requests),
         )
+
+
+def _completion(request: Request) -> CompletionOutput:
+    assert request.text is not None
+    return CompletionOutput(
+        index=request.completion,
+        text=request.text.whole,
+        token_ids=tuple(request.output_token_ids),
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+    )

@@ -1,7 +1,8 @@
 """Refuses prompts before the start-up, which compiles and may take minutes.
 
 Owns no rule: the refusals and their words are those of admission, with the limits that the
-deployment will have. Needs the tokenizer and the deployment, no torch.
+deployment will have. Needs the tokenizer and the deployment, and no torch unless `cache.pool_bytes`
+sizes the pool, which depends on the model.
 """
 
 from collections.abc import Sequence
@@ -51,5 +52,17 @@ def _check(
         seed=0,
         eos_token_id=tokenizer.eos_token_id,
         # That the tokenizer fits the model's vocabulary is for the start-up to say.
-        limits=EngineLimits.of_deployment(loaded.config, tokenizer.vocab_size),
+        limits=EngineLimits.of_deployment(loaded.config, tokenizer.vocab_size, _num_blocks(loaded)),
     )
+
+
+def _num_blocks(loaded: LoadedConfig) -> int:
+    """Blocks of the pool; with `cache.memory_fraction` the most that start-up may choose."""
+    if not loaded.config.cache.pool_bytes:
+        return loaded.config.num_blocks
+    # Imported here: they import torch, which the other deployments do without.
+    from decodegrid.engine.pool_size import resolve_num_blocks
+    from decodegrid.graphs.checkpoint import read_checkpoint_config
+
+    model = read_checkpoint_config(loaded.checkpoint_dir)
+    return resolve_num_blocks(loaded.config, model, None)

@@ -44,11 +44,12 @@ def region_facts(
     options: CompileOptions,
     dtype: torch.dtype,
     device: str,
-    storage: torch.dtype,
+    storage: str,
 ) -> dict[str, str]:
     """Facts by name, for `decodegrid.capture.region_store.RegionStore`.
 
-    storage: dtype of the packed matrices, which depends on the weights' values.
+    storage: how the weights are stored (`decodegrid.graphs.step_weights.storage_form`), which
+    depends on their values too.
     """
     model = hashlib.sha256(repr(config).encode()).hexdigest()[:16]
     return {
@@ -61,7 +62,7 @@ def region_facts(
         "model": model,
         "capacity": repr(capacity),
         "dtype": str(dtype),
-        "storage": str(storage),
+        "storage": storage,
         "device": device,
         "threads": str(options.num_threads),
     }

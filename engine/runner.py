@@ -92,6 +92,8 @@ class Runner:
         self._num_emitted = HostMirror(rows.num_emitted)
         self._query_lens = HostMirror(rows.query_lens)
         self._confidence = HostMirror(model.state.slots.confidence)
+        self._max_drafts: dict[int, int] = {}
+        """Started slots that may not have every draft verified."""
         self._prompt, self._facts = (
             HostMirror(buffers.prefill.token_ids),
             HostMirror(buffers.prefill.facts),
@@ -146,6 +148,9 @@ class Runner:
         slots.top_k[slot] = min(request.top_k, self.vocab_size)
         slots.seed[slot] = request.seed
         slots.stop_token_ids[slot] = torch.tensor(stops)
+        self._max_drafts.pop(slot, None)
+        if request.max_drafts is not None:
+            self._max_drafts[slot] = request.max_drafts
         self.set_blocks(slot, block_ids)
 
     def set_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
@@ -156,6 +161,7 @@ class Runner:
 
     def stop(self, slot: int) -> None:
         """Forget a slot. Its row is rewritten before it is used again."""
+        self._max_drafts.pop(slot, None)
         self.model.state.slots.num_drafts[slot] = 0
         self.model.state.slots.block_table[slot] = 0
 
@@ -168,12 +174,22 @@ class Runner:
         self._slots.push()
         self._total.push()
 
+    def _limit_drafts(self, slots: Sequence[int]) -> None:
+        """Take back what the drafter offers to slots beyond their limits; the next step splits its
+        query tokens by what is left. Reads nothing from the device."""
+        if self._max_drafts:
+            for slot in slots:
+                if slot in self._max_drafts:
+                    num_drafts = self.model.state.slots.num_drafts[slot]
+                    num_drafts.clamp_(max=self._max_drafts[slot])
+
     def decode(self, slots: Sequence[int], num_query_tokens: int) -> StepResult:
         """Run one step over started slots."""
         num_rows = len(slots)
         key = self.grid.select(num_rows, num_query_tokens)
         self.write_step(key, slots, num_query_tokens)
         self.decode_graphs[key].replay()
+        self._limit_drafts(slots)
         for mirror in (self._token_ids, self._num_emitted, self._query_lens, self._confidence):
             mirror.pull()
         query_lens = self._query_lens.array[:num_rows]

@@ -46,6 +46,8 @@ class SlotRequest:
     """Above 0; 1 keeps every token."""
     top_k: int = -1
     """At least 1; -1 keeps every token."""
+    max_drafts: int | None = None
+    """Drafts that a step may verify for it, at least 0; None for as many as there are."""
 
 
 @dataclass(frozen=True, slots=True)

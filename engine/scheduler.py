@@ -4,10 +4,11 @@ Owns the queue, the slots, the blocks and the status of every request. Knows no 
 nothing: schedule() returns a plan, the loop runs it, and complete_chunk() or complete_decode()
 brings the outcome back. One thread uses it; abort() may come between any two steps.
 
-A request waits, is admitted with a slot and blocks for its whole text, is prefilled one chunk at a
-time (one request at once), runs, and ends; its slot and blocks are free again in the same call.
-When blocks run out the running request with the longest output goes back to the front of the
-queue and is computed again later, prompt and emitted tokens alike.
+A request waits (the lowest priority number first, within one the first to come), is admitted with a
+slot and blocks for its whole text, is prefilled one chunk at a time (one request at once), runs, and
+ends; its slot and blocks are free again in the same call. When blocks run out the running request
+with the longest output goes back to the front of the queue of its priority and is computed again
+later, prompt and emitted tokens alike.
 Source: scheduling rules of the reference engine, for one rank and without steps in flight.
 """
 
@@ -37,7 +38,8 @@ class DecodeStep:
     requests: tuple[Request, ...]
     num_query_tokens: int
     num_offered: tuple[int, ...]
-    """Drafts that each row could have verified: 0 for a fresh one, fewer near its end."""
+    """Drafts that each row could have verified: 0 for a fresh one, fewer near its end or where the
+    request set a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,16 @@ class Scheduler:
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
-        """Put a checked request at the end of the queue."""
+        """Put a checked request into the queue, at the end of its priority."""
         if request.request_id in self._requests:
             raise ValueError(f"a request with id {request.request_id!r} is already in the engine")
         request.order = self._num_added
         self._num_added += 1
         self._requests[request.request_id] = request
-        self.waiting.append(request)
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].priority > request.priority:
+            place -= 1
+        self.waiting.insert(place, request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request wherever it stands; None when no unfinished request has that id."""
@@ -117,7 +122,7 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        request.status = RequestStatus.ABORTED
+        request.abort()
         self._finish(request)
         return request
 
@@ -156,10 +161,7 @@ class Scheduler:
         return request
 
     def complete_decode(self, step: DecodeStep, result: StepResult) -> list[TokenUpdate]:
-        """Commit what a decode step emitted, token by token; the first reason to end wins.
-
-        Tokens after the one that ends a request are dropped.
-        """
+        """Commit what a decode step emitted; tokens behind the end of a request are dropped."""
         self._num_decode_steps_since_chunk += 1
         updates = []
         num_emitted = result.num_emitted.tolist()
@@ -168,17 +170,14 @@ class Scheduler:
         for row, request in enumerate(step.requests):
             count = num_emitted[row]
             assert 1 <= count <= self.limits.num_draft_tokens + 1
-            request.num_drafted += 0 if request.fresh else self.limits.num_draft_tokens
-            request.num_verified += num_verified[row]
-            request.num_accepted += count - 1
+            kept = request.commit(
+                emitted_ids[row][:count],
+                num_drafted=0 if request.fresh else self.limits.num_draft_tokens,
+                num_verified=num_verified[row],
+            )
             request.fresh = False
-            first = request.seq_len
-            for token_id in emitted_ids[row][:count]:
-                request.append_token(token_id)
-                if request.is_finished:
-                    break
             request.num_computed = request.seq_len - 1
-            updates.append(TokenUpdate(request, tuple(request.token_ids[first:])))
+            updates.append(TokenUpdate(request, kept))
             if request.is_finished:
                 self._finish(request)
         self.running = [request for request in self.running if not request.is_finished]
@@ -255,23 +254,29 @@ class Scheduler:
         return tuple(grown)
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to the front of the queue, to be computed again."""
+        """Send a running request back to the front of its priority, to be computed again."""
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
-        self.waiting.appendleft(request)
+        place = 0
+        while place < len(self.waiting) and self.waiting[place].priority < request.priority:
+            place += 1
+        self.waiting.insert(place, request)
 
     def _decode_step(self) -> DecodeStep:
         """All running requests, longest text first (ties in query tokens go to earlier rows)."""
         rows = sorted(self.running, key=lambda r: (-r.seq_len, r.order))
-        width = self.limits.num_draft_tokens + 1
-        num_offered = tuple(
-            0 if request.fresh else min(width, request.max_seq_len - request.seq_len) - 1
-            for request in rows
-        )
+        num_offered = tuple(self._num_offered(request) for request in rows)
         total = self.policy.total(StepRows([request.slot for request in rows], num_offered))
         return DecodeStep(tuple(rows), total, num_offered)
+
+    def _num_offered(self, request: Request) -> int:
+        """Drafts of a running request that its next step can verify."""
+        if request.fresh:
+            return 0
+        room = min(self.limits.num_draft_tokens, request.max_seq_len - request.seq_len - 1)
+        return room if request.max_drafts is None else min(room, request.max_drafts)
 
     def _finish(self, request: Request) -> None:
         del self._requests[request.request_id]

@@ -1,7 +1,9 @@
 """Counts what the engine did, and says it in a closing report.
 
-Owns the counters. Reads no clock (the loop passes seconds) and no tensor beyond a step's result.
-Counts only grow; compilations are the difference to what the runner had when it was ready.
+Owns the counters. Drafts are counted as the device saw them, those behind the end of a request
+included; tokens as the requests kept them, with what was dropped beside it. Reads no clock (the
+loop passes seconds) and no tensor beyond a step's result. Counts only grow; compilations are the
+difference to what the runner had when it was ready.
 """
 
 from collections import Counter
@@ -40,6 +42,8 @@ class EngineStats:
         self.num_decode_rows = 0
         self.num_emitted = 0
         """Tokens committed to requests."""
+        self.num_dropped = 0
+        """Tokens that the device emitted behind the end of a request."""
         self.decode_seconds = 0.0
         self.graph_hits: Counter[tuple[int, int]] = Counter()
         """Replays by (num_reqs, num_query_tokens) of the captured pair."""
@@ -62,7 +66,7 @@ class EngineStats:
 
     @property
     def offered_per_position(self) -> list[int]:
-        """Of those, drafts that the row's remaining length left room for."""
+        """Of those, drafts that the row's remaining length, and its own limit, left room for."""
         return _rows_reaching(self._offered_rows)
 
     @property
@@ -118,6 +122,7 @@ class EngineStats:
         self.num_decode_steps += 1
         self.num_decode_rows += num_rows
         self.num_emitted += num_emitted
+        self.num_dropped += int(result.num_emitted.sum()) - num_emitted
         self.decode_seconds += seconds
         self.graph_hits[result.key.num_reqs, result.key.num_query_tokens] += 1
         self.num_query_tokens += result.num_query_tokens
@@ -143,6 +148,8 @@ class EngineStats:
             f"({_rate(self.num_prefill_tokens, self.prefill_seconds)})",
             f"decode steps: {self.num_decode_steps}, tokens a round: {self.tokens_per_round:.2f}",
         ]
+        if self.num_dropped:
+            lines.append(f"dropped behind an end: {self.num_dropped} tokens")
         lines += self._draft_lines()
         hits = ", ".join(f"({b},{q}) x{n}" for (b, q), n in sorted(self.graph_hits.items()))
         lines += [

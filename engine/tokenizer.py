@@ -8,7 +8,7 @@ bytes, so that a character split over tokens is held back until it is whole.
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -110,13 +110,17 @@ class Tokenizer:
         )
         return list(self._recipe.encode(conversation))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids without special tokens; bytes that are no character become U+FFFD."""
-        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids, special tokens left out or spelled; bytes that are no character become
+        U+FFFD."""
+        bytes_of = self.token_bytes if skip_special_tokens else self.spelled_bytes
+        return b"".join(map(bytes_of, token_ids)).decode("utf-8", errors="replace")
 
-    def detokenizer(self) -> "IncrementalDetokenizer":
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> "IncrementalDetokenizer":
         """A fresh incremental decoder; its pieces joined equal decode() of all the ids."""
-        return IncrementalDetokenizer(self)
+        return IncrementalDetokenizer(
+            self.token_bytes if skip_special_tokens else self.spelled_bytes
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a token's text: none for a special token or an id without a token."""
@@ -125,6 +129,12 @@ class Tokenizer:
             found = self._make_token_bytes(token_id)
             self._bytes_of_id[token_id] = found
         return found
+
+    def spelled_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token's text, where a special token's is its name, such as the end of text."""
+        if token_id in self._special_ids:
+            return str(self._full.id_to_token(token_id)).encode("utf-8")
+        return self.token_bytes(token_id)
 
     def _make_token_bytes(self, token_id: int) -> bytes:
         piece = self._full.id_to_token(token_id)
@@ -144,15 +154,16 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Turns ids into text as they come; never gives part of a character."""
 
-    __slots__ = ("_decoder", "_tokenizer")
+    __slots__ = ("_bytes_of", "_decoder")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        """bytes_of: the bytes of a token's text."""
+        self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became complete with these ids."""
-        return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
+        return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that was never completed, or nothing."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from decodegrid.graphs.kv_cache import Rounding, keep_values
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.kernels.indexer import candidate_mask, index_scores, top_k_mask
 from decodegrid.kernels.norm_rope import (
@@ -25,6 +26,7 @@ from decodegrid.kernels.norm_rope import (
     rope_angles,
     rope_frequencies,
 )
+from decodegrid.kernels.records import RecordFormat
 from decodegrid.kernels.sparse_attention import dense_attention
 
 AttentionCore = Callable[
@@ -64,6 +66,9 @@ class CrossLayer:
     """(B, S, J) bool, entries inside the candidate blocks."""
     traces: list["IndexTrace"] | None = None
     """Filled for training when a list is given: one trace per indexer layer."""
+    rounding: Rounding = keep_values
+    """What a cache makes of keys before anything reads them; index queries are rounded with it too.
+    """
 
 
 @dataclass(slots=True)
@@ -187,6 +192,7 @@ class Attention(nn.Module):
         positions = torch.arange(x.shape[1], device=x.device)
         cos, sin = rope_angles(positions, self.frequencies)
         low_rank, query, window_keys = self.queries_and_keys(x, cos, sin)
+        window_keys = shared.rounding(window_keys, RecordFormat.Q8)
         if self.is_source:
             self._add_compressed(x, shared)
         if self.runs_indexer:
@@ -206,10 +212,10 @@ class Attention(nn.Module):
         latent = self.compressor.norm(self.compressor.pooled(x))
         entry = torch.arange(latent.shape[1], device=x.device) * self.ratio
         cos, sin = rope_angles(entry, self.frequencies)
-        shared.compressed = apply_rope(latent, cos, sin)
+        shared.compressed = shared.rounding(apply_rope(latent, cos, sin), RecordFormat.Q4N)
         # The index loss must not move the latent that attention itself reads.
         source = latent.detach() if shared.traces is not None else latent
-        shared.index_keys = self.index_keys(source, cos, sin)
+        shared.index_keys = shared.rounding(self.index_keys(source, cos, sin), RecordFormat.Q4X)
 
     def _select(
         self, x: Tensor, low_rank: Tensor, cos: Tensor, sin: Tensor, shared: CrossLayer
@@ -217,6 +223,7 @@ class Attention(nn.Module):
         if shared.traces is not None:
             x, low_rank = x.detach(), low_rank.detach()
         query, weights = self.index_queries(x, low_rank, cos, sin)
+        query = shared.rounding(query, RecordFormat.Q4X)
         assert shared.index_keys is not None
         scores = index_scores(query, weights, shared.index_keys)
         lengths = (torch.arange(x.shape[1], device=x.device) + 1) // self.ratio

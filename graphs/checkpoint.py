@@ -1,48 +1,74 @@
 """Checkpoint directories: a model from config.json, safetensors and tokenizer.json, and back.
 
-Owns the order of the checks and the filling of the model's parameters. A checkpoint that does not
-fit its own config gives one CheckpointError that names tensor and file, before memory for the
-weights is taken.
+Owns the order of the checks, and which modules hold the weights: of floats or of a quantised
+checkpoint's bytes. A checkpoint that does not fit its own config gives one CheckpointError that
+names tensor and file, before memory for the weights is taken.
 
-Data flow: directory -> config -> model without memory -> headers checked against its tensors ->
-memory -> tensors one by one. Saving runs the same names the other way.
+Data flow: directory -> config -> model without memory -> headers checked against its tensors
+(checkpoint_check.py) -> modules that keep bytes -> memory -> tensors one by one
+(checkpoint_fill.py). Saving runs the same names the other way.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
-from decodegrid.configs.load import CONFIGS_DIR, EMBEDDED_CHECKPOINT
+from decodegrid.configs.load import CONFIGS_DIR, EMBEDDED_CHECKPOINTS
+from decodegrid.graphs.checkpoint_check import check_tensors
 from decodegrid.graphs.checkpoint_files import (
     StoredTensor,
-    open_shard,
     read_headers,
     read_json_object,
     write_json,
     write_tensors,
 )
+from decodegrid.graphs.checkpoint_fill import allocate, fill, map_tables
 from decodegrid.graphs.checkpoint_names import (
     FLOAT_DTYPES,
     CheckpointError,
     TensorSlot,
-    is_vision_tensor,
     tensor_slots,
 )
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.engram_vocab import compressed_token_classes
-from decodegrid.graphs.model import is_wide_parameter
 from decodegrid.graphs.model_config import ModelConfig, parse_model_config
-from decodegrid.graphs.model_config_checks import ConfigFieldError
+from decodegrid.graphs.model_config_checks import QUANTIZATION_CONFIG, ConfigFieldError
+from decodegrid.graphs.packed_modules import Packing, pack_table, use_packed_modules
+from decodegrid.graphs.quant_layout import (
+    StoredKind,
+    as_stored,
+    quantise,
+    scale_name,
+    stored_kind,
+)
+from decodegrid.kernels.quant import Blocks
+
+WeightForm = Literal["expanded"] | Packing
+"""How a quantised checkpoint's weights lie in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedCheckpoint:
+    """A checkpoint whose config and headers are known to agree; no weight has been read."""
+
+    directory: Path
+    model: DraftModel
+    """Of floats, without memory."""
+    stored: dict[str, StoredTensor]
+    classes: Tensor | None
+    """(vocab_size,) int64 Engram classes from tokenizer.json, or None without one."""
 
 
 def checkpoint_path(checkpoint_dir: str | Path) -> Path:
-    """The directory that `checkpoint_dir` means; the string "tiny" is the embedded checkpoint."""
-    if checkpoint_dir == EMBEDDED_CHECKPOINT:
-        return CONFIGS_DIR / EMBEDDED_CHECKPOINT
+    """The directory that `checkpoint_dir` means; the strings "tiny" and "tiny-v41" are the embedded
+    checkpoint and its quantised form."""
+    if checkpoint_dir in EMBEDDED_CHECKPOINTS:
+        return CONFIGS_DIR / checkpoint_dir
     return Path(checkpoint_dir)
 
 
@@ -50,26 +76,63 @@ def load_model(
     checkpoint_dir: str | Path,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
+    *,
+    weights: WeightForm = "expanded",
+    engram_tables: Literal["memory", "mapped"] = "memory",
+    progress: bool = False,
 ) -> DraftModel:
-    """Read a float checkpoint (BF16, F32 or F64 tensors) into a model.
+    """Read a checkpoint of floats (BF16, F32 or F64), or a quantised one, into a model.
 
-    `checkpoint_dir` is a directory, or "tiny" for the embedded model. Parameters become `dtype`,
-    those that the format keeps wide (mHC, router biases, sinks) float32 at least; none of them
-    requires a gradient. Needs memory for the model and one tensor. With a tokenizer.json the
-    Engram's token classes come from it, otherwise a class is the id modulo the class count.
+    `checkpoint_dir` is a directory, or "tiny" for the embedded model. Floats become `dtype`, those
+    that the format keeps wide (mHC, router biases, sinks) float32 at least; none requires a
+    gradient. With a tokenizer.json the Engram's token classes come from it, otherwise a class is
+    the id modulo the class count.
 
-    Raises CheckpointError for whatever is wrong with the directory, ValueError for a `dtype` that
-    is not one of bfloat16, float32, float64.
+    weights: what becomes of quantised weights. "expanded": floats in `dtype`. "packed_experts":
+    routed experts stay packed bytes. "packed": all of them stay bytes. Bytes are expanded to
+    `dtype` on use, with the same result. engram_tables: "mapped" leaves the tables in the
+    checkpoint's files (on the CPU only), as bytes if they are quantised and as floats of `dtype`
+    otherwise; no value in them is checked. progress: draw a bar on standard error.
+
+    Needs memory for the model and, while it reads, for one file. Raises CheckpointError for
+    whatever is wrong with the directory, and ValueError for arguments that do not fit.
     """
     if dtype not in FLOAT_DTYPES.values():
         raise ValueError(f"dtype is {dtype}; must be torch.bfloat16, float32 or float64")
-    model, stored, classes = _inspect(checkpoint_path(checkpoint_dir))
-    _allocate(model, torch.device(device), dtype)
-    _fill(model, stored)
+    _check_choice("weights", weights, ("expanded", "packed_experts", "packed"))
+    _check_choice("engram_tables", engram_tables, ("memory", "mapped"))
+    device = torch.device(device)
+    if engram_tables == "mapped" and device.type != "cpu":
+        raise ValueError(f"engram_tables is 'mapped', which needs device cpu; device is {device}")
+    checked = inspect_checkpoint(checkpoint_dir)
+    model, quantized = checked.model, checked.model.config.quantized
+    mapped = _table_names(model) if engram_tables == "mapped" else []
+    if weights != "expanded" and not quantized:
+        raise CheckpointError(
+            f"{checked.directory}: weights is {weights!r}, but the checkpoint is stored as floats; "
+            "must be 'expanded'"
+        )
+    for name in mapped if quantized else ():
+        pack_table(model, name)
+    if weights != "expanded":
+        use_packed_modules(model, weights)
+    allocate(model, device, dtype, mapped)
+    map_tables(model, checked.stored, mapped, dtype)
+    fill(model, checked.stored, quantized=quantized, mapped=mapped, progress=progress)
     model.cast(dtype)
-    if classes is not None:
-        model.compressed_ids = classes
-    return model.to(device)
+    if checked.classes is not None:
+        model.compressed_ids = checked.classes
+    model.to(device)
+    return model
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; must be one of {', '.join(allowed)}")
+
+
+def _table_names(model: DraftModel) -> list[str]:
+    return [f"layers.{layer}.engram.embed" for layer in model.config.engram_layer_ids]
 
 
 def check_checkpoint(checkpoint_dir: str | Path) -> ModelConfig:
@@ -78,13 +141,12 @@ def check_checkpoint(checkpoint_dir: str | Path) -> ModelConfig:
     Names, shapes and types of the tensors come from the headers of the files, and so do the lengths
     that the files must have. Raises CheckpointError for whatever is wrong with the directory.
     """
-    return _inspect(checkpoint_path(checkpoint_dir))[0].config
+    return inspect_checkpoint(checkpoint_dir).model.config
 
 
-def _inspect(
-    directory: Path,
-) -> tuple[DraftModel, dict[str, StoredTensor], Tensor | None]:
-    """The model without memory, its stored tensors and its token classes, all checked."""
+def inspect_checkpoint(checkpoint_dir: str | Path) -> CheckedCheckpoint:
+    """Everything that `check_checkpoint` finds on its way. Raises CheckpointError."""
+    directory = checkpoint_path(checkpoint_dir)
     config = read_checkpoint_config(directory)
     stored = read_headers(directory)
     for name in ("n_routed_experts", "dspark_n_routed_experts", "num_hidden_layers"):
@@ -96,13 +158,9 @@ def _inspect(
             )
     with torch.device("meta"):
         model = DraftModel(config)
-    _check_tensors(stored, tensor_slots(model), directory)
-    if config.quantized:
-        raise CheckpointError(
-            f"{directory / 'config.json'}: has a quantization_config, but the tensors are floats; "
-            "remove it"
-        )
-    return model, stored, _read_token_classes(directory, config)
+    check_tensors(stored, tensor_slots(model), directory, quantized=config.quantized)
+    classes = _read_token_classes(directory, config)
+    return CheckedCheckpoint(directory, model, stored, classes)
 
 
 def read_checkpoint_config(directory: Path) -> ModelConfig:
@@ -130,7 +188,7 @@ def save_model(
     `dtype` (bfloat16, float32 or float64), in which all tensors are stored but the wide ones,
     which are float32 at least. Above `max_shard_bytes` the tensors go into several files with an
     index. `directory` is made if missing. Raises ValueError for another dtype, for a config_raw
-    that does not describe the model, and for one with a quantization_config.
+    that does not describe the model or has a quantization_config, and for packed weights.
     """
     if dtype not in FLOAT_DTYPES.values():
         raise ValueError(f"dtype is {dtype}; must be torch.bfloat16, float32 or float64")
@@ -138,46 +196,84 @@ def save_model(
         raise ValueError("config_raw does not describe the model that is saved")
     if model.config.quantized:
         raise ValueError("config_raw has a quantization_config; tensors are saved as floats")
+    slots = tensor_slots(model)
+    packed = next((slot.name for slot in slots if slot.scales is not None), None)
+    if packed is not None:
+        raise ValueError(f"{packed} is packed in the model; tensors are saved as floats")
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(
-        directory / "config.json", {**config_raw, "dtype": str(dtype).removeprefix("torch.")}
-    )
-    write_tensors(directory, _stored_tensors(model, dtype), max_shard_bytes)
+    write_json(directory / "config.json", config_of_floats(config_raw, dtype))
+    tensors = ((slot.name, float_tensor(slot, dtype)) for slot in slots)
+    write_tensors(directory, tensors, max_shard_bytes)
 
 
-def _stored_tensors(model: DraftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    wide = torch.promote_types(dtype, torch.float32)
-    for slot in tensor_slots(model):
-        stored = slot.target.to("cpu", wide if slot.is_wide else dtype, copy=True)
-        yield slot.name, stored.contiguous()
-
-
-def _check_tensors(
-    stored: dict[str, StoredTensor], slots: list[TensorSlot], directory: Path
+def save_quantised(
+    model: DraftModel,
+    directory: Path,
+    config_raw: dict[str, Any],
+    *,
+    max_shard_bytes: int = 4 * 2**30,
 ) -> None:
-    wanted = {slot.name: slot for slot in slots}
-    for name, tensor in stored.items():
-        slot = wanted.get(name)
-        if slot is None:
-            if is_vision_tensor(name):
-                continue
-            hint = "; quantised tensors are not read" if name.endswith(".scale") else ""
-            raise CheckpointError(f"{tensor.path}: unexpected tensor {name}{hint}")
-        if not slot.allows(tensor.dtype):
-            allowed = "F32 or F64" if slot.is_wide else "BF16, F32 or F64"
-            raise CheckpointError(
-                f"{tensor.path}: tensor {name} has dtype {tensor.dtype}; must be {allowed} "
-                "(quantised tensors are not read)"
-            )
-        if tensor.shape != tuple(slot.target.shape):
-            raise CheckpointError(
-                f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; config.json asks "
-                f"for {list(slot.target.shape)}"
-            )
-    missing = [name for name in wanted if name not in stored]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{directory}: tensor {missing[0]}{more} missing")
+    """Write the model in the released quantised format: config.json and tensors.
+
+    Floats that the format quantises are rounded: each tile or block gets the smallest power of two
+    that holds its largest magnitude. The others become BF16, the wide ones F32. Weights that are
+    packed in the model are written as they are. `config_raw` is the parsed config.json that the
+    model was built from; a quantization_config is added. Files and `max_shard_bytes` as in
+    `save_model`. Raises ValueError for a config_raw that does not describe the model, for sizes
+    that the format cannot hold, and for weights that are not finite.
+    """
+    if parse_model_config(config_raw) != model.config:
+        raise ValueError("config_raw does not describe the model that is saved")
+    quantised_raw = config_of_quantised(config_raw)
+    parse_model_config(quantised_raw)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "config.json", quantised_raw)
+    write_tensors(directory, _quantised_tensors(model), max_shard_bytes)
+
+
+def _quantised_tensors(model: DraftModel) -> Iterator[tuple[str, Tensor]]:
+    for slot in tensor_slots(model):
+        kind = stored_kind(slot.name)
+        if kind is StoredKind.FLOAT:
+            yield slot.name, float_tensor(slot, torch.bfloat16)
+            continue
+        if slot.scales is not None:
+            # Copies: a file's writer refuses tensors that share memory, as stacked experts do.
+            codes, scales = (t.to("cpu", copy=True) for t in (slot.target, slot.scales))
+            blocks = Blocks(codes, scales)
+        else:
+            blocks = quantise_weight(slot.name, slot.target.cpu())
+        codes, scales = as_stored(kind, blocks)
+        yield slot.name, codes
+        yield scale_name(slot.name), scales
+
+
+def quantise_weight(name: str, weight: Tensor) -> Blocks:
+    """Stored bytes of the float weight that the checkpoint calls `name`.
+
+    Raises ValueError, which names it, for values that are not finite.
+    """
+    try:
+        return quantise(stored_kind(name), weight)
+    except ValueError as error:
+        raise ValueError(f"tensor {name}: {error}") from None
+
+
+def float_tensor(slot: TensorSlot, dtype: torch.dtype) -> Tensor:
+    """A copy of a slot's float on the CPU in the dtype in which a checkpoint of `dtype` has it."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return slot.target.to("cpu", wide if slot.is_wide else dtype, copy=True).contiguous()
+
+
+def config_of_floats(config_raw: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of a checkpoint of floats: without quantisation, `dtype` as its dtype."""
+    kept = {key: value for key, value in config_raw.items() if key != "quantization_config"}
+    return {**kept, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def config_of_quantised(config_raw: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a checkpoint in the released quantised format."""
+    return {**config_raw, "dtype": "bfloat16", "quantization_config": dict(QUANTIZATION_CONFIG)}
 
 
 def _read_token_classes(directory: Path, config: ModelConfig) -> Tensor | None:
@@ -210,23 +306,3 @@ def _read_token_classes(directory: Path, config: ModelConfig) -> Tensor | None:
     ids = torch.full((config.vocab_size,), classes[config.engram_pad_token_id])
     ids[: len(classes)] = torch.tensor(classes)
     return ids
-
-
-def _allocate(model: DraftModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Give every parameter memory of its final dtype, without a value."""
-    wide = torch.promote_types(dtype, torch.float32)
-    for path, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            kept = wide if is_wide_parameter(f"{path}.{leaf}") else dtype
-            empty = torch.empty(parameter.shape, dtype=kept, device=device)
-            setattr(module, leaf, nn.Parameter(empty, requires_grad=False))
-
-
-def _fill(model: DraftModel, stored: dict[str, StoredTensor]) -> None:
-    by_file: dict[Path, list[TensorSlot]] = {}
-    for slot in tensor_slots(model):
-        by_file.setdefault(stored[slot.name].path, []).append(slot)
-    for path, slots in by_file.items():
-        with open_shard(path) as shard:
-            for slot in slots:
-                slot.target.copy_(shard.get_tensor(stored[slot.name].stored_name))

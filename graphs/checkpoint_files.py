@@ -4,10 +4,12 @@ Owns the two layouts (`model.safetensors`, or shards with `model.safetensors.ind
 checks that need no model: readable headers, no tensor twice, index and shards agree. Files are
 written next to their final name and renamed, so that a reader never sees half a file.
 
-Data flow: directory -> name, file, dtype and shape of every tensor; tensors -> directory.
+Data flow: directory -> name, file, dtype and shape of every tensor; one tensor at a time as a view
+of its mapped file; tensors -> directory.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +27,9 @@ from decodegrid.graphs.model_config import unique_keys
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARDS = "model-*-of-*.safetensors"
+_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4} | dict.fromkeys(
+    ("BF16", "F16", "I16", "U16"), 2
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,11 @@ class StoredTensor:
     """Safetensors name: "BF16", "F32", "F8_E4M3", ..."""
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data; for dtypes of whole bytes."""
+        return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 1)
+
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[Any]:
@@ -48,6 +58,32 @@ def open_shard(path: Path) -> Iterator[Any]:
             yield shard
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from None
+
+
+class ShardReader:
+    """Tensors of a checkpoint's files; each file is mapped at its first tensor.
+
+    What `get` returns is a view of the file's private mapping, which costs memory only where it is
+    read, and keeps the mapping alive for as long as the tensor lives.
+    """
+
+    def __init__(self) -> None:
+        self._shards: dict[Path, Any] = {}
+
+    def get(self, tensor: StoredTensor) -> Tensor:
+        """The tensor as a read-only view; raises CheckpointError if its file cannot be read."""
+        try:
+            if tensor.path not in self._shards:
+                self._shards[tensor.path] = safe_open(tensor.path, framework="pt", device="cpu")
+            return self._shards[tensor.path].get_tensor(tensor.stored_name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.stored_name} cannot be read: {error}"
+            ) from None
+
+    def close(self) -> None:
+        """Unmap all files but those that a tensor still views."""
+        self._shards.clear()
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -129,7 +165,10 @@ def write_tensors(
 
     def flush(shard: dict[str, Tensor]) -> None:
         path = directory / f".{SINGLE_FILE}.part{len(parts)}"
+        path.touch()
+        mode = path.stat().st_mode  # what the umask allows; save_file leaves a private file
         save_file(shard, path)
+        path.chmod(mode)
         parts.append((path, list(shard)))
 
     shard: dict[str, Tensor] = {}

@@ -1,9 +1,9 @@
 """Which tensors a checkpoint holds, and where each one lies in the model.
 
 Owns the Hugging Face tensor names of DeepSeek-V4.1 (experts one by one, where the model stacks
-them), the dtypes in which each may be stored, and the error class. Opens no file.
+them), the float dtypes that are read, and the error class. Opens no file.
 
-Data flow: model -> one `TensorSlot` per stored tensor, a view of the parameter it fills.
+Data flow: model -> one `TensorSlot` per stored weight, a view of what it fills.
 
 Source: safetensors inventory of deepseek-ai/DeepSeek-V4.1-Flash.
 """
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from decodegrid.graphs.model import is_wide_parameter
+from decodegrid.graphs.packed_modules import PackedExperts, PackedLinear, PackedTable
 
 FLOAT_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-"""Stored dtypes that this version reads and writes, by their safetensors name."""
+"""Stored dtypes of floats that this version reads and writes, by their safetensors name."""
 
 _EXPERTS = re.compile(r"(.+\.ffn\.experts)\.(w1|w2|w3)")
 _VISION = re.compile(r"(vision\.|aligner\.).+|image_(start|end|newline)")
@@ -29,31 +30,49 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """One stored tensor and its place in the model."""
+    """One stored weight and its place in the model."""
 
     name: str
     """As in the checkpoint, without the optional `model.` prefix."""
     target: Tensor
-    """A parameter, or one expert's part of a stacked parameter; writing it fills the model."""
+    """A parameter, or one expert's part of a stacked parameter; writing it fills the model. In a
+    packed module the uint8 codes."""
     is_wide: bool
     """Stored in float32 at least."""
-
-    def allows(self, stored: str) -> bool:
-        """Whether the safetensors dtype `stored` may hold this tensor."""
-        return stored in FLOAT_DTYPES and not (self.is_wide and stored == "BF16")
+    scales: Tensor | None = None
+    """The uint8 scales of a packed module; None for floats."""
 
 
 def tensor_slots(model: nn.Module) -> list[TensorSlot]:
-    """All tensors of the model's checkpoint, in the order of the model's parameters."""
+    """All weights of the model's checkpoint, in the order of the model's parameters."""
     slots = []
-    for name, parameter in model.named_parameters():
-        stacked = _EXPERTS.fullmatch(name)
-        if stacked is None:
-            slots.append(TensorSlot(name, parameter.detach(), is_wide_parameter(name)))
-            continue
-        parent, leaf = stacked.groups()
-        for expert, part in enumerate(parameter.detach()):
-            slots.append(TensorSlot(f"{parent}.{expert}.{leaf}.weight", part, is_wide=False))
+    for path, module in model.named_modules():
+        if isinstance(module, PackedExperts):
+            slots += _packed_expert_slots(path, module)
+        elif isinstance(module, PackedLinear | PackedTable):
+            slots.append(TensorSlot(f"{path}.weight", module.codes, False, module.scales))
+        for leaf, parameter in module.named_parameters(recurse=False):
+            slots += _float_slots(f"{path}.{leaf}" if path else leaf, parameter.detach())
+    return slots
+
+
+def _float_slots(name: str, parameter: Tensor) -> list[TensorSlot]:
+    stacked = _EXPERTS.fullmatch(name)
+    if stacked is None:
+        return [TensorSlot(name, parameter, is_wide_parameter(name))]
+    parent, leaf = stacked.groups()
+    return [
+        TensorSlot(f"{parent}.{expert}.{leaf}.weight", part, is_wide=False)
+        for expert, part in enumerate(parameter)
+    ]
+
+
+def _packed_expert_slots(path: str, experts: PackedExperts) -> list[TensorSlot]:
+    slots = []
+    for leaf in ("w1", "w3", "w2"):
+        codes, scales = getattr(experts, f"{leaf}_codes"), getattr(experts, f"{leaf}_scales")
+        for expert, pair in enumerate(zip(codes, scales, strict=True)):
+            slots.append(TensorSlot(f"{path}.{expert}.{leaf}.weight", pair[0], False, pair[1]))
     return slots
 
 

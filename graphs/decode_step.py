@@ -24,6 +24,7 @@ from decodegrid.graphs.target_step import (
     run_collapse,
     run_target_layers,
 )
+from decodegrid.kernels.products import as_flat_list
 
 
 def _nothing(layer: int) -> None:
@@ -103,7 +104,7 @@ def store_draft_context(regions: RegionTable, model: StepModel, tokens: TokenBuf
     rings = model.state.window_rings[model.config.num_hidden_layers :]
     regions["draft_context"](
         list(tokens.taps), tokens.positions, tokens.ring_store, head.main_proj, head.main_norm,
-        [layer.attention.w_in for layer in weights.draft_layers],
+        as_flat_list([layer.attention.w_in for layer in weights.draft_layers]),
         [layer.attention.kv_norm for layer in weights.draft_layers],
         [layer.attention.frequencies for layer in weights.draft_layers],
         list(rings),

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from decodegrid.graphs.attention import Norm, linear
+from decodegrid.graphs.kv_cache import KvCache, Rounding, keep_values, key_codec
 from decodegrid.graphs.model import Block, Embedding, Model
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.kernels.hyper_connection import hc_post, hc_pre, initial_pre
 from decodegrid.kernels.norm_rope import island, rope_angles
+from decodegrid.kernels.records import RecordFormat
 from decodegrid.kernels.sparse_attention import sink_softmax
 
 
@@ -53,13 +55,20 @@ class DraftBlock(Block):
             self.confidence_head = ConfidenceHead(config)
 
     def draft_attention(
-        self, x: Tensor, positions: Tensor, context: Tensor, context_live: Tensor
+        self,
+        x: Tensor,
+        positions: Tensor,
+        context: Tensor,
+        context_live: Tensor,
+        rounding: Rounding = keep_values,
     ) -> Tensor:
         """x: (N, G, D) draft rows; positions: (N, G); context: (N, C, d) rotated context keys;
-        context_live: (N, C) bool. Every row sees all live context keys and all G draft keys."""
+        context_live: (N, C) bool. Every row sees all live context keys and all G draft keys, which
+        `rounding` is applied to."""
         attn = self.attn
         cos, sin = rope_angles(positions, attn.frequencies)
         _, query, own = attn.queries_and_keys(x, cos, sin)
+        own = rounding(own, RecordFormat.Q8)
         keys = island(torch.cat((context, own), 1))
         live = torch.cat((context_live, context_live.new_ones(own.shape[:2])), 1)
         scores = torch.einsum("nghd,nkd->nghk", island(query) * query.shape[-1] ** -0.5, keys)
@@ -87,23 +96,33 @@ class DraftModel(Model):
         first = self.draft_blocks[0]
         return first.main_norm(first.main_proj(taps))
 
-    def context_keys(self, context: Tensor, positions: Tensor) -> list[Tensor]:
-        """Rotated context keys of each drafter layer: (..., D) -> list of (..., d)."""
-        return [
-            block.attn.window_keys(context, *rope_angles(positions, block.attn.frequencies))
-            for block in self.draft_blocks
-        ]
+    def context_keys(
+        self, context: Tensor, positions: Tensor, kv_cache: KvCache = "compute"
+    ) -> list[Tensor]:
+        """Rotated context keys of each drafter layer, as a cache keeps them: (..., D) -> list of
+        (..., d)."""
+        rounding = key_codec(kv_cache, as_ops=False).round
+        keys = []
+        for block in self.draft_blocks:
+            cos, sin = rope_angles(positions, block.attn.frequencies)
+            keys.append(rounding(block.attn.window_keys(context, cos, sin), RecordFormat.Q8))
+        return keys
 
     def draft_hidden(
-        self, anchors: Tensor, positions: Tensor, keys: list[Tensor], live: Tensor
+        self,
+        anchors: Tensor,
+        positions: Tensor,
+        keys: list[Tensor],
+        live: Tensor,
+        kv_cache: KvCache = "compute",
     ) -> Tensor:
         """Parallel part of a round: the un-normed collapse of every slot.
 
         anchors: (N,) the known token of each round; positions: (N,) its position p + 1; keys:
-        per drafter layer (N, C, d) context keys at positions up to p; live: (N, C) bool.
-        Returns (N, block, D).
+        per drafter layer (N, C, d) context keys at positions up to p; live: (N, C) bool;
+        kv_cache: how the block's own keys are kept. Returns (N, block, D).
         """
-        config = self.config
+        config, rounding = self.config, key_codec(kv_cache, as_ops=False).round
         size = config.dspark_block_size
         ids = anchors.unsqueeze(1).repeat(1, size)
         ids[:, 1:] = config.dspark_noise_token_id
@@ -113,7 +132,7 @@ class DraftModel(Model):
         for block, layer_keys in zip(self.draft_blocks, keys, strict=True):
             next_pre, post, comb = block.mix("attn", stream)
             x = block.attn_norm(hc_pre(stream, pre))
-            update = block.draft_attention(x, slots, layer_keys, live)
+            update = block.draft_attention(x, slots, layer_keys, live, rounding)
             stream = hc_post(update, stream, post, comb)
             pre, post, comb = block.mix("ffn", stream)
             update = block.ffn(block.ffn_norm(hc_pre(stream, next_pre)))

@@ -25,7 +25,9 @@ from decodegrid.graphs.attention import (
     Norm,
     linear,
 )
+from decodegrid.graphs.kv_cache import KvCache, key_codec
 from decodegrid.graphs.model_config import ModelConfig
+from decodegrid.graphs.packed_modules import PackedModule
 from decodegrid.kernels.engram import engram_gate, hash_multipliers, hash_rows, table_primes
 from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre, initial_pre
 from decodegrid.kernels.moe import route, routed_experts, swiglu
@@ -105,6 +107,10 @@ class EngramTable(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, dim))
 
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """Table rows: index (...) int64 -> (..., dim) in `dtype`."""
+        return F.embedding(index, self.weight).to(dtype)
+
 
 class Engram(nn.Module):
     """N-gram memory of one layer."""
@@ -140,7 +146,7 @@ class Engram(nn.Module):
         rows = hash_rows(
             lookback, self.multipliers, self.primes, self.offsets, self.config.engram_n_heads
         )
-        kv = self.wkv(F.embedding(rows, self.embed.weight).flatten(-2))
+        kv = self.wkv(self.embed.rows(rows, stream.dtype).flatten(-2))
         return engram_gate(stream, kv, self.q_weight, self.k_weight, self.config.rms_norm_eps)
 
 
@@ -245,14 +251,23 @@ class Model(nn.Module):
         return torch.stack(columns, -1)
 
     def forward(
-        self, ids: Tensor, core: AttentionCore = dense_attention, *, trace_indexer: bool = False
+        self,
+        ids: Tensor,
+        core: AttentionCore = dense_attention,
+        *,
+        trace_indexer: bool = False,
+        kv_cache: KvCache = "compute",
     ) -> ForwardOutput:
-        """Uncached forward of whole sequences from position 0; ids: (B, S) int64."""
+        """Uncached forward of whole sequences from position 0; ids: (B, S) int64.
+
+        kv_cache: keys are rounded as such a cache would, for forwards without gradients.
+        """
         config = self.config
         stream = self.embed(ids).unsqueeze(2).expand(-1, -1, config.hc_mult, -1)
         lookback = self.lookback(ids) if config.engram_layer_ids else None
         pre = initial_pre(stream)
-        shared = CrossLayer(traces=[] if trace_indexer else None)
+        rounding = key_codec(kv_cache, as_ops=False).round
+        shared = CrossLayer(traces=[] if trace_indexer else None, rounding=rounding)
         taps = []
         for layer, block in enumerate(self.blocks):
             if layer in config.engram_layer_ids:
@@ -270,22 +285,26 @@ class Model(nn.Module):
         return normed @ self.head.weight.to(normed.dtype).t()
 
     @torch.inference_mode()
-    def logits(self, ids: Tensor) -> Tensor:
+    def logits(self, ids: Tensor, kv_cache: KvCache = "compute") -> Tensor:
         """The oracle: next-token logits at every position, no cache; (S,) int64 -> (S, vocab).
 
-        float32 for float32 and lower models, float64 for float64 ones.
+        float32 for float32 and lower models, float64 for float64 ones. With `kv_cache` v41 keys and
+        index queries are rounded where steps store or read them as records.
         """
         if ids.dim() != 1 or ids.numel() == 0:
             raise ValueError(f"ids must be a non-empty vector, got shape {tuple(ids.shape)}")
-        return self.head_logits(self.forward(ids.unsqueeze(0)).hidden[0])
+        return self.head_logits(self.forward(ids.unsqueeze(0), kv_cache=kv_cache).hidden[0])
 
     def cast(self, dtype: torch.dtype) -> "Model":
-        """Convert in place: floats to `dtype`, except that fp32 parameters never go below fp32."""
+        """Convert in place: floats to `dtype`, except that fp32 parameters never go below fp32.
+        Packed weights keep their bytes and expand to `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
         for name, parameter in self.named_parameters():
             keep_wide = is_wide_parameter(name)
             parameter.data = parameter.data.to(wide if keep_wide else dtype)
         for module in self.modules():
+            if isinstance(module, PackedModule):
+                module.dtype = dtype
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(wide))

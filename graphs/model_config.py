@@ -17,6 +17,7 @@ from decodegrid.graphs.model_config_checks import (
     ConfigFieldError,
     bad_field,
     check_model_config,
+    check_quantization_config,
 )
 
 _FIXED_TEXT = {
@@ -232,8 +233,7 @@ def _check_unread(raw: dict[str, Any], text: dict[str, Any]) -> None:
     for name in sorted(known & (raw.keys() - {"model_type", *_TOKEN_IDS})):
         if not _same(raw[name], text.get(name)):
             raise bad_field(name, raw[name], f"but text_config.{name} is {text.get(name)!r}")
-    if not isinstance(raw.get("quantization_config", {}), dict | None):
-        raise bad_field("quantization_config", raw["quantization_config"], "must be an object")
+    check_quantization_config(raw.get("quantization_config"))
 
 
 def _convert(name: str, kind: object, value: object) -> object:

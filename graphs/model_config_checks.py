@@ -1,8 +1,8 @@
 """Rules between the fields of a model config, and the error that names the field.
 
 Owns what makes a well-typed config impossible to run: sizes that do not divide, layer schedules
-that break DeepSeek-V4.1's rules, Engram tables that are not made of the right primes. Each check
-raises at the first broken rule.
+that break DeepSeek-V4.1's rules, Engram tables that are not made of the right primes, another
+quantisation than the released one. Each check raises at the first broken rule.
 
 Source: loader checks of DeepSeek-V4.1-Flash; tech report section on CSA2.
 """
@@ -40,6 +40,15 @@ _ABOVE_ZERO = (
     "routed_scaling_factor",
 )
 
+QUANTIZATION_CONFIG: dict[str, object] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
+"""The one quantisation that is read and written, as config.json states it."""
+
 
 class ConfigFieldError(ValueError):
     """A model config field is missing or has a value that this engine cannot run."""
@@ -59,6 +68,27 @@ def check_model_config(config: "ModelConfig") -> None:
     _check_candidates(config)
     _check_engram(config)
     _check_drafter(config)
+    _check_quantised_sizes(config)
+
+
+def check_quantization_config(raw: object) -> None:
+    """Raise ConfigFieldError unless `raw` is the released quantisation, or None for no
+    quantisation."""
+    if raw is None:
+        return
+    if not isinstance(raw, dict):
+        raise bad_field("quantization_config", raw, "must be an object")
+    for name, value in raw.items():
+        where = f"quantization_config.{name}"
+        if name not in QUANTIZATION_CONFIG:
+            known = ", ".join(QUANTIZATION_CONFIG)
+            raise bad_field(where, value, f"the field is unknown; supported are {known}")
+        # In Python 32 equals 32.0, and 1 equals true; as text they differ.
+        if repr(value) != repr(QUANTIZATION_CONFIG[name]):
+            raise bad_field(where, value, f"only {QUANTIZATION_CONFIG[name]!r} is supported")
+    for name in QUANTIZATION_CONFIG:
+        if name not in raw:
+            raise ConfigFieldError(f"config.json: quantization_config.{name} is missing")
 
 
 def _bad(config: "ModelConfig", name: str, allowed: str) -> ConfigFieldError:
@@ -265,3 +295,15 @@ def _check_drafter(config: "ModelConfig") -> None:
         )
     if config.dspark_noise_token_id >= config.vocab_size:
         raise _bad(config, "dspark_noise_token_id", f"must be below vocab_size {config.vocab_size}")
+
+
+def _check_quantised_sizes(config: "ModelConfig") -> None:
+    """Inputs of routed experts and rows of Engram tables share a scale in blocks of 32."""
+    if not config.quantized:
+        return
+    names = ["hidden_size", "moe_intermediate_size"]
+    if config.engram_layer_ids:
+        names.append("engram_head_dim")
+    for name in names:
+        if getattr(config, name) % 32:
+            raise _bad(config, name, "must be a multiple of 32 under a quantization_config")

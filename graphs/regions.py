@@ -29,7 +29,7 @@ def build_regions(
     specs: dict[str, RegionSpec] = {}
     specs.update(metadata_regions(config, capacity))
     specs.update(mix_regions(config, as_ops=as_ops))
-    specs.update(attention_regions(config, as_ops=as_ops))
+    specs.update(attention_regions(config, capacity.kv_cache, as_ops=as_ops))
     specs.update(moe_regions(config, with_drafter=capacity.num_draft_tokens > 0, as_ops=as_ops))
     specs.update(output_regions(config, as_ops=as_ops))
     specs.update(verify_regions(config, capacity))

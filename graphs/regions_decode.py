@@ -10,13 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decodegrid.graphs.kv_cache import key_codec
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.graphs.regions_layer import RegionSpec, spec
 from decodegrid.graphs.state import Capacity, window_ring_len
 from decodegrid.kernels.filters import filter_logits_op
 from decodegrid.kernels.hyper_connection import hc_pre
-from decodegrid.kernels.linear import linear, linear_op
 from decodegrid.kernels.norm_rope import apply_rope, island, rms_norm, rope_angles
+from decodegrid.kernels.products import (
+    Matrix,
+    from_flat_list,
+    last_rows,
+    project,
+    project_op,
+)
+from decodegrid.kernels.records import RecordFormat
 from decodegrid.kernels.rejection import TokenSampling, draw_draft
 from decodegrid.kernels.sampling import choose_scaled
 
@@ -24,13 +32,13 @@ from decodegrid.kernels.sampling import choose_scaled
 def output_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
     """Head and row copies."""
     eps = config.rms_norm_eps
-    project = linear_op if as_ops else linear
+    product = project_op if as_ops else project
 
     def head(
         stream: Tensor, pre: Tensor, norm: Tensor, weight: Tensor, logits_out: Tensor
     ) -> None:
         normed = island(rms_norm(hc_pre(stream, pre), norm, eps))
-        logits_out.copy_(project(normed, weight))
+        logits_out.copy_(product(normed, weight))
 
     def copy_rows(
         source: Tensor, source_index: Tensor, target_out: Tensor, target_index: Tensor
@@ -64,23 +72,25 @@ def draft_regions(
     ring = window_ring_len(config, capacity.num_draft_tokens)
     offered, noise = capacity.num_draft_tokens, config.dspark_noise_token_id
     vocab = config.vocab_size
-    project = linear_op if as_ops else linear
+    encode, q8 = key_codec(capacity.kv_cache, as_ops=as_ops).encode, int(RecordFormat.Q8)
+    product = project_op if as_ops else project
 
     def tap(stream: Tensor, tap_out: Tensor) -> None:
         tap_out.copy_(island(stream).mean(1))
 
     def draft_context(
-        taps: list[Tensor], positions: Tensor, store: Tensor, main_proj: Tensor,
+        taps: list[Tensor], positions: Tensor, store: Tensor, main_proj: Matrix,
         main_norm: Tensor, w_in: list[Tensor], kv_norm: list[Tensor], frequencies: list[Tensor],
         rings_out: list[Tensor],
     ) -> None:
-        context = rms_norm(project(torch.cat(taps, 1), main_proj), main_norm, eps)
+        context = rms_norm(product(torch.cat(taps, 1), main_proj), main_norm, eps)
+        weights = from_flat_list(w_in, len(kv_norm))
         for weight, norm, frequency, ring_out in zip(
-            w_in, kv_norm, frequencies, rings_out, strict=True
+            weights, kv_norm, frequencies, rings_out, strict=True
         ):
             cos, sin = rope_angles(positions, frequency)
-            keys = rms_norm(project(context, weight[-norm.shape[0] :]), norm, eps)
-            ring_out[store] = apply_rope(keys, cos, sin)
+            keys = rms_norm(product(context, last_rows(weight, norm.shape[0])), norm, eps)
+            ring_out[store] = encode(apply_rope(keys, cos, sin), q8)
 
     def draft_metadata(
         slots: Tensor, last_token: Tensor, seq_len: Tensor, input_ids: Tensor, positions: Tensor,
@@ -121,7 +131,7 @@ def draft_regions(
     ) -> None:
         hidden = hc_pre(stream, pre)
         normed = island(rms_norm(hidden, norm, eps))
-        logits_out.copy_(project(normed, weight).unflatten(0, (-1, block)))
+        logits_out.copy_(product(normed, weight).unflatten(0, (-1, block)))
         hidden_out.copy_(hidden.unflatten(0, (-1, block)))
         previous_out.copy_(last_token[slots].clamp(0, vocab - 1))
         count = torch.full_like(slots, offered)
@@ -133,7 +143,7 @@ def draft_regions(
     ) -> tuple[Tensor, Tensor]:
         """Logits with the Markov bias, and the acceptance estimate: (B, vocab), (B,)."""
         embedded = island(F.embedding(previous, markov_embed))
-        biased = logits + project(embedded, markov_head)
+        biased = logits + product(embedded, markov_head)
         # One output feature: two sums, without the joined input that a product would need.
         split = confidence_proj.to(embedded.dtype)
         seen = (island(hidden) * split[:, : hidden.shape[1]]).sum(-1)

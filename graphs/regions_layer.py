@@ -14,12 +14,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decodegrid.graphs.kv_cache import KvCache, key_codec
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.kernels.engram import engram_gate, hash_rows
 from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre, sinkhorn, sinkhorn_op
-from decodegrid.kernels.linear import grouped_linear, grouped_linear_op, linear, linear_op
-from decodegrid.kernels.moe import route, routed_experts, routed_experts_op, swiglu
+from decodegrid.kernels.moe import route, swiglu
 from decodegrid.kernels.norm_rope import apply_rope, island, rms_norm, rope_angles
+from decodegrid.kernels.products import (
+    Matrix,
+    project,
+    project_groups,
+    project_groups_op,
+    project_op,
+    run_experts,
+    run_experts_op,
+    table_rows,
+    table_rows_op,
+)
+from decodegrid.kernels.records import RecordFormat
 from decodegrid.kernels.sparse_attention import gathered_attention
 
 Region = Callable[..., None]
@@ -42,19 +54,13 @@ def spec(function: Region, *names: str, variants: int = 1) -> RegionSpec:
     return RegionSpec(function, dict.fromkeys(names, TOKENS), variants=variants)
 
 
-def take_rows(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of `table` at `index`, zeros where the index is -1; never reads a masked row."""
-    rows = table[index.clamp(min=0)]
-    zero = torch.zeros((), dtype=table.dtype, device=table.device)
-    return rows.where((index >= 0).unsqueeze(-1), zero)
-
-
 def mix_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
     """Embedding, mHC collapse and Engram."""
     norm_eps, hc_eps = config.rms_norm_eps, config.hc_eps
     iters, heads = config.hc_sinkhorn_iters, config.engram_n_heads
     rounds = sinkhorn_op if as_ops else sinkhorn
-    project = linear_op if as_ops else linear
+    product = project_op if as_ops else project
+    look_up = table_rows_op if as_ops else table_rows
 
     def embed(input_ids: Tensor, table: Tensor, stream_out: Tensor, pre_out: Tensor) -> None:
         rows = F.embedding(input_ids, table)
@@ -76,11 +82,11 @@ def mix_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
         comb_out.copy_(comb)
 
     def engram(
-        stream: Tensor, lookback: Tensor, table: Tensor, wkv: Tensor, q_weight: Tensor,
+        stream: Tensor, lookback: Tensor, table: Matrix, wkv: Matrix, q_weight: Tensor,
         k_weight: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor,
     ) -> None:
         rows = hash_rows(lookback, multipliers, primes, offsets, heads)
-        kv = project(F.embedding(rows, table).flatten(1), wkv)
+        kv = product(look_up(rows, table).flatten(1).to(stream.dtype), wkv)
         stream.copy_(engram_gate(stream, kv, q_weight, k_weight, norm_eps))
 
     specs = {
@@ -95,41 +101,48 @@ def mix_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
     return specs
 
 
-def attention_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
+def attention_regions(
+    config: ModelConfig, kv_cache: KvCache, *, as_ops: bool
+) -> dict[str, RegionSpec]:
     """Projections in, sources, index queries, attention cores, projection out."""
+    codec = key_codec(kv_cache, as_ops=as_ops)
+    encode, take, rounded = codec.encode, codec.take, codec.round
+    q8, q4n, q4x = int(RecordFormat.Q8), int(RecordFormat.Q4N), int(RecordFormat.Q4X)
     eps, rank, heads = config.rms_norm_eps, config.q_lora_rank, config.num_attention_heads
-    index_heads = config.index_n_heads
+    index_heads, groups = config.index_n_heads, config.o_groups
     hc_eps, iters = config.hc_eps, config.hc_sinkhorn_iters
     rounds = sinkhorn_op if as_ops else sinkhorn
-    project = linear_op if as_ops else linear
-    project_groups = grouped_linear_op if as_ops else grouped_linear
+    product = project_op if as_ops else project
+    group_product = project_groups_op if as_ops else project_groups
 
     def attn_in(
-        x: Tensor, positions: Tensor, store: Tensor, w_in: Tensor, q_norm: Tensor, wq_b: Tensor,
+        x: Tensor, positions: Tensor, store: Tensor, w_in: Matrix, q_norm: Tensor, wq_b: Matrix,
         kv_norm: Tensor, frequencies: Tensor, low_rank_out: Tensor, query_out: Tensor,
         window_out: Tensor,
     ) -> None:
-        joined = project(x, w_in)
+        joined = product(x, w_in)
         low_rank = rms_norm(joined[:, :rank], q_norm, eps)
         cos, sin = rope_angles(positions, frequencies)
-        query = project(low_rank, wq_b).unflatten(1, (heads, -1))
+        query = product(low_rank, wq_b).unflatten(1, (heads, -1))
         low_rank_out.copy_(low_rank)
         query_out.copy_(apply_rope(query, cos.unsqueeze(1), sin.unsqueeze(1)))
-        window_out[store] = apply_rope(rms_norm(joined[:, rank:], kv_norm, eps), cos, sin)
+        keys = apply_rope(rms_norm(joined[:, rank:], kv_norm, eps), cos, sin)
+        window_out[store] = encode(keys, q8)
 
     def source_one(
         x: Tensor, positions: Tensor, entry_store: Tensor, w_in: Tensor, norm: Tensor,
         wk: Tensor, k_norm: Tensor, frequencies: Tensor, pool_out: Tensor, index_out: Tensor,
     ) -> None:
-        latent = rms_norm(project(x, w_in), norm, eps)
+        latent = rms_norm(product(x, w_in), norm, eps)
         cos, sin = rope_angles(positions, frequencies)
-        pool_out[entry_store] = apply_rope(latent, cos, sin)
-        index_out[entry_store] = apply_rope(rms_norm(project(latent, wk), k_norm, eps), cos, sin)
+        pool_out[entry_store] = encode(apply_rope(latent, cos, sin), q4n)
+        index = apply_rope(rms_norm(product(latent, wk), k_norm, eps), cos, sin)
+        index_out[entry_store] = encode(index, q4x)
 
     def source_two_in(
         x: Tensor, store: Tensor, w_in: Tensor, compressor_out: Tensor
     ) -> None:
-        compressor_out[store] = project(island(x), w_in)
+        compressor_out[store] = product(island(x), w_in)
 
     def source_two(
         positions: Tensor, store: Tensor, previous: Tensor, entry_store: Tensor,
@@ -141,44 +154,48 @@ def attention_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionS
         # The softmax over two gates is a sigmoid of their difference.
         weight = torch.sigmoid(early[:, :dim] - late[:, :dim])
         pooled = weight * early[:, dim:] + (1.0 - weight) * late[:, dim:]
-        latent = rms_norm(pooled.to(pool_out.dtype), norm, eps)
+        latent = rms_norm(pooled.to(norm.dtype), norm, eps)
         cos, sin = rope_angles(positions - positions % 2, frequencies)
-        pool_out[entry_store] = apply_rope(latent, cos, sin)
-        index_out[entry_store] = apply_rope(rms_norm(project(latent, wk), k_norm, eps), cos, sin)
+        pool_out[entry_store] = encode(apply_rope(latent, cos, sin), q4n)
+        index = apply_rope(rms_norm(product(latent, wk), k_norm, eps), cos, sin)
+        index_out[entry_store] = encode(index, q4x)
 
     def index_in(
-        x: Tensor, low_rank: Tensor, positions: Tensor, wq_b: Tensor, weights_proj: Tensor,
+        x: Tensor, low_rank: Tensor, positions: Tensor, wq_b: Matrix, weights_proj: Tensor,
         frequencies: Tensor, index_query_out: Tensor, index_weight_out: Tensor,
     ) -> None:
         cos, sin = rope_angles(positions, frequencies)
-        query = project(low_rank, wq_b).unflatten(1, (index_heads, -1))
-        index_query_out.copy_(apply_rope(query, cos.unsqueeze(1), sin.unsqueeze(1)))
+        query = product(low_rank, wq_b).unflatten(1, (index_heads, -1))
+        turned = apply_rope(query, cos.unsqueeze(1), sin.unsqueeze(1))
+        index_query_out.copy_(rounded(turned, q4x))
         index_weight_out.copy_(F.linear(x, weights_proj))
 
     def attend_window(
         query: Tensor, window: Tensor, window_index: Tensor, sink: Tensor, attended_out: Tensor
     ) -> None:
-        keys = take_rows(window, window_index)
+        keys = take(window, window_index, q8, query.shape[2], query.dtype)
         attended_out.copy_(gathered_attention(query, keys, window_index >= 0, sink))
 
     def attend_both(
         query: Tensor, window: Tensor, window_index: Tensor, pool: Tensor, entry_index: Tensor,
         sink: Tensor, attended_out: Tensor,
     ) -> None:
-        keys = torch.cat((take_rows(window, window_index), take_rows(pool, entry_index)), 1)
+        near = take(window, window_index, q8, query.shape[2], query.dtype)
+        far = take(pool, entry_index, q4n, query.shape[2], query.dtype)
+        keys = torch.cat((near, far), 1)
         live = torch.cat((window_index, entry_index), 1) >= 0
         attended_out.copy_(gathered_attention(query, keys, live, sink))
 
     def attn_out(
-        attended: Tensor, positions: Tensor, frequencies: Tensor, wo_a: Tensor, wo_b: Tensor,
+        attended: Tensor, positions: Tensor, frequencies: Tensor, wo_a: Matrix, wo_b: Matrix,
         stream: Tensor, post: Tensor, comb: Tensor, pre: Tensor, fn: Tensor, scale: Tensor,
         base: Tensor, norm: Tensor, x_out: Tensor, pre_out: Tensor, post_out: Tensor,
         comb_out: Tensor,
     ) -> None:
         cos, sin = rope_angles(positions, frequencies)
         plain = apply_rope(attended, cos.unsqueeze(1), sin.unsqueeze(1), inverse=True)
-        joined = project_groups(plain.flatten(1).unflatten(1, (wo_a.shape[0], -1)), wo_a)
-        after = hc_post(project(joined.flatten(1), wo_b), stream, post, comb)
+        joined = group_product(plain.flatten(1).unflatten(1, (groups, -1)), wo_a)
+        after = hc_post(product(joined.flatten(1), wo_b), stream, post, comb)
         next_pre, next_post, next_comb = hc_mix(
             after, fn, scale, base, norm_eps=eps, hc_eps=hc_eps, iters=iters,
             rounds=rounds,
@@ -225,22 +242,22 @@ def moe_regions(config: ModelConfig, *, with_drafter: bool, as_ops: bool) -> dic
     """MoE sublayer with the stream update."""
     limit, scaling = config.swiglu_limit, config.routed_scaling_factor
     normalise = config.norm_topk_prob
-    experts = routed_experts_op if as_ops else routed_experts
-    project = linear_op if as_ops else linear
+    experts = run_experts_op if as_ops else run_experts
+    product = project_op if as_ops else project
 
     def make(top_k: int) -> Region:
         def moe(
-            x: Tensor, valid: Tensor, gate: Tensor, bias: Tensor, w13: Tensor, w2: Tensor,
-            shared_w13: Tensor, shared_w2: Tensor, post: Tensor, comb: Tensor, stream: Tensor,
+            x: Tensor, valid: Tensor, gate: Tensor, bias: Tensor, w13: Matrix, w2: Matrix,
+            shared_w13: Matrix, shared_w2: Matrix, post: Tensor, comb: Tensor, stream: Tensor,
         ) -> None:
             ids, weights = route(
                 x, gate, bias, top_k, scaling=scaling, normalise=normalise
             )
             # A pad visits no routed expert, so that it costs nothing and counts nowhere.
-            ids = ids.where(valid.unsqueeze(-1), torch.full_like(ids, w13.shape[0]))
+            ids = ids.where(valid.unsqueeze(-1), torch.full_like(ids, gate.shape[0]))
             routed = experts(x, ids, weights, w13, w2, limit)
-            gated, up = project(x, shared_w13).chunk(2, -1)
-            shared = project(swiglu(gated, up, limit).to(x.dtype), shared_w2)
+            gated, up = product(x, shared_w13).chunk(2, -1)
+            shared = product(swiglu(gated, up, limit).to(x.dtype), shared_w2)
             update = (routed + island(shared)).to(x.dtype)
             stream.copy_(hc_post(update, stream, post, comb))
 

@@ -15,7 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from decodegrid.graphs.kv_cache import KvCache, key_columns, key_dtype
 from decodegrid.graphs.model_config import ModelConfig
+from decodegrid.kernels.records import RecordFormat
 
 MAX_STOP_TOKEN_IDS = 8
 """Stop tokens a slot can hold; -1 fills the rest."""
@@ -36,6 +38,8 @@ class Capacity:
     max_model_len: int
     num_draft_tokens: int
     verify: VerifyMode = "coupled"
+    kv_cache: KvCache = "compute"
+    """What rings and pools hold: keys in the model's dtype, or their records."""
 
     @property
     def keeps_draft_distributions(self) -> bool:
@@ -64,7 +68,10 @@ def compressor_ring_len(num_draft_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SourcePool:
-    """Paged entries of one kv source layer, rows addressed as block * (block_size / ratio) + i."""
+    """Paged entries of one kv source layer, rows addressed as block * (block_size / ratio) + i.
+
+    With `kv_cache` v41 the columns are the bytes of a record instead of channels.
+    """
 
     keys: Tensor
     """(num_blocks * block_size / ratio, head_dim)."""
@@ -118,7 +125,7 @@ class DecodeState:
     compressor_len: int
     slots: SlotState
     window_rings: tuple[Tensor, ...]
-    """Per layer, drafter layers last: (num_slots * ring_len, head_dim)."""
+    """Per layer, drafter layers last: (num_slots * ring_len, head_dim or bytes of a record)."""
     pools: dict[int, SourcePool]
     """By kv source layer."""
 
@@ -140,7 +147,8 @@ class DecodeState:
 def allocate_state(
     config: ModelConfig, capacity: Capacity, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> DecodeState:
-    """Zeroed state; keys and rings in `dtype`, confidences and temperatures at least fp32."""
+    """Zeroed state; keys and rings in `dtype` or uint8 records, confidences, temperatures and
+    compressor rings at least fp32."""
     wide = torch.promote_types(dtype, torch.float32)
     num_slots, drafts = capacity.num_slots, max(capacity.num_draft_tokens, 1)
     ring_len = window_ring_len(config, capacity.num_draft_tokens)
@@ -174,9 +182,13 @@ def allocate_state(
     num_layers = config.num_hidden_layers
     if capacity.num_draft_tokens > 0:
         num_layers = config.num_layers_total
+
+    def keys(rows: int, form: RecordFormat, dim: int) -> Tensor:
+        columns = key_columns(capacity.kv_cache, form, dim)
+        return torch.zeros(rows, columns, dtype=key_dtype(capacity.kv_cache, dtype), device=device)
+
     rings = tuple(
-        torch.zeros(num_slots * ring_len, config.head_dim, dtype=dtype, device=device)
-        for _ in range(num_layers)
+        keys(num_slots * ring_len, RecordFormat.Q8, config.head_dim) for _ in range(num_layers)
     )
     pools = {}
     for layer in config.kv_source_layer_ids:
@@ -184,8 +196,8 @@ def allocate_state(
         rows = capacity.num_blocks * capacity.block_size // ratio
         state_rows = num_slots * compressor_len if ratio > 1 else 2
         pools[layer] = SourcePool(
-            torch.zeros(rows, config.head_dim, dtype=dtype, device=device),
-            torch.zeros(rows, config.index_head_dim, dtype=dtype, device=device),
+            keys(rows, RecordFormat.Q4N, config.head_dim),
+            keys(rows, RecordFormat.Q4X, config.index_head_dim),
             torch.zeros(state_rows, 2 * config.head_dim, dtype=wide, device=device),
         )
     return DecodeState(capacity, ring_len, compressor_len, slots, rings, pools)

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decodegrid.graphs.kv_cache import key_columns, key_dtype
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.graphs.state import Capacity
+from decodegrid.kernels.records import RecordFormat
 
 MIN_ROWS = 2
 """Physical rows and tokens are never fewer: symbolic sizes start at 2; the rest are pads."""
@@ -117,7 +119,7 @@ class StepBuffers:
     """(1,) int64 input: query tokens to hand out in a decode step."""
     prefill: PrefillInputs
     window_workspace: Tensor
-    """(window + largest chunk, head_dim): history, then the chunk."""
+    """(window + largest chunk, columns of a window ring): history, then the chunk."""
     compressor_workspace: Tensor
     """(1 + largest chunk, 2 * head_dim)."""
     history_index: Tensor
@@ -243,7 +245,10 @@ def allocate_buffers(
         total=ints(1),
         prefill=PrefillInputs(ints(max(max_chunk, MIN_ROWS)), ints(6)),
         window_workspace=torch.zeros(
-            window + max(max_chunk, MIN_ROWS), config.head_dim, dtype=dtype, device=device
+            window + max(max_chunk, MIN_ROWS),
+            key_columns(capacity.kv_cache, RecordFormat.Q8, config.head_dim),
+            dtype=key_dtype(capacity.kv_cache, dtype),
+            device=device,
         ),
         compressor_workspace=torch.zeros(
             1 + max(max_chunk, MIN_ROWS), 2 * config.head_dim, dtype=wide, device=device

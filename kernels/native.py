@@ -18,22 +18,36 @@ import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from decodegrid.kernels import filters, hyper_connection, linear, moe, sampling, select_entries
+from decodegrid.kernels import (
+    filters,
+    hyper_connection,
+    linear,
+    moe,
+    packed,
+    records,
+    sampling,
+    select_entries,
+)
 
 OPS = (
     "routed_experts", "select_entries", "sinkhorn", "gumbel_noise", "uniform_noise",
     "filter_logits", "linear", "grouped_linear",
+    "encode_records", "take_records", "round_records",
+    "packed_linear", "packed_grouped_linear", "packed_rows", "packed_experts",
 )
-DEFINED_BY = (moe, select_entries, hyper_connection, sampling, filters, linear)
+DEFINED_BY = (moe, select_entries, hyper_connection, sampling, filters, linear, records, packed)
 """Modules that define the ops: they must be imported before the library registers kernels."""
 CSRC = Path(__file__).resolve().parent / "csrc"
 SOURCES = tuple(
     CSRC / f"{name}.cpp"
     for name in (
-        "bf16_rows", "experts", "filters", "linear", "noise", "select_entries", "sinkhorn",
+        "bf16_rows", "experts", "filters", "linear", "noise", "packed_experts", "packed_fp8",
+        "records", "select_entries", "sinkhorn",
     )
 )
-HEADERS = (CSRC / "bf16_rows.h",)
+HEADERS = tuple(
+    CSRC / f"{name}.h" for name in ("bf16_rows", "experts", "packed_values", "records")
+)
 # No contraction: the bits must not depend on the instruction set. Two flags let loops vectorise.
 BASE_FLAGS = (
     "-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno",

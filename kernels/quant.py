@@ -1,14 +1,15 @@
-"""Block quantisation formats of DeepSeek-V4.1: Q8, Q4x and Q4n, as references in plain torch.
+"""Block quantisation formats of DeepSeek-V4.1: Q8, Q4x and Q4n, and the stored weight forms.
 
-Owns codes, scales and values, bit for bit; no kernel speed. The model does not use them: they state
-what a quantised cache or checkpoint must reproduce. Each format quantises along the last axis in
-blocks that share a scale; values are exact in bfloat16.
+Owns codes, scales and values, bit for bit, in plain torch; no kernel speed. They state what a
+quantised cache or checkpoint must reproduce. Each format quantises along the last axis in blocks
+that share a scale (FP8 weights in 32 x 32 tiles); values are exact in bfloat16.
 
 Data flow: float tensor -> `Blocks` (uint8 codes and scales) -> float32 values.
 
 Source: DeepSeek-V4.1-Flash `inference/kernel.py`; OCP Microscaling Formats v1.0 for E2M1 and E8M0.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 Q8_BLOCK = 32
 Q4X_BLOCK = 32
 Q4N_BLOCK = 16
+WEIGHT_TILE = 32
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 
@@ -52,9 +54,13 @@ def decode_e4m3(codes: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """float32 values of E2M1 codes 0..15, one per byte; bit 3 is the sign. codes: uint8."""
-    values = torch.tensor(_E2M1_VALUES, device=codes.device)
-    magnitude = values[(codes & 7).long()]
-    return torch.where(codes > 7, -magnitude, magnitude)
+    # Without a table, which a captured step could not bring to the device. A code without a leading
+    # one is read with one, which is then subtracted.
+    magnitude = (codes & 7).to(torch.int32)
+    is_small = magnitude < 2
+    bits = (magnitude << 22) + ((is_small.to(torch.int32) + 126) << 23)
+    values = bits.view(torch.float32) - is_small.to(torch.float32)
+    return torch.where(codes > 7, -values, values)
 
 
 def encode_e4m3(values: Tensor) -> Tensor:
@@ -143,6 +149,55 @@ def dequantise_fp8_weight(codes: Tensor, scales: Tensor) -> Tensor:
     """
     tiles = decode_e8m0(scales).repeat_interleave(32, 0).repeat_interleave(32, 1)
     return decode_e4m3(codes) * tiles[: codes.shape[0], : codes.shape[1]]
+
+
+def quantise_fp8_weight(weight: Tensor) -> Blocks:
+    """E4M3 codes of a weight with one E8M0 scale per 32 x 32 tile; edge tiles may be smaller.
+
+    weight: (out, in) finite float. Scales: (ceil(out / 32), ceil(in / 32)).
+    """
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(
+        weight.to(torch.float32), (0, -columns % WEIGHT_TILE, 0, -rows % WEIGHT_TILE)
+    )
+    tiles = padded.unflatten(1, (-1, WEIGHT_TILE)).unflatten(0, (-1, WEIGHT_TILE))
+    scales = _weight_scale(tiles.abs().amax((1, 3)), E4M3_MAX)
+    codes = encode_e4m3(tiles / decode_e8m0(scales)[:, None, :, None])
+    return Blocks(codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales)
+
+
+def quantise_fp8_rows(weight: Tensor) -> Blocks:
+    """E4M3 codes of a table with one E8M0 scale per 32 channels of a row.
+
+    weight: (..., D) finite float, D a multiple of 32. Raises ValueError otherwise. Unlike
+    `quantise_q8` it has no floor under the scale, and so keeps small values.
+    """
+    blocks = _blocks(weight, Q8_BLOCK)
+    scales = _weight_scale(blocks.abs().amax(-1), E4M3_MAX)
+    return Blocks(encode_e4m3(blocks / decode_e8m0(scales).unsqueeze(-1)).flatten(-2), scales)
+
+
+def quantise_mxfp4(weight: Tensor) -> Blocks:
+    """E2M1 codes of a weight with one E8M0 scale per 32 inputs.
+
+    weight: (..., D) finite float, D a multiple of 32. Raises ValueError otherwise.
+    """
+    blocks = _blocks(weight, Q4X_BLOCK)
+    scales = _weight_scale(blocks.abs().amax(-1), E2M1_MAX)
+    codes = encode_e2m1(blocks / decode_e8m0(scales).unsqueeze(-1))
+    return Blocks(pack_nibbles(codes.flatten(-2)), scales)
+
+
+def _weight_scale(amax: Tensor, largest: float) -> Tensor:
+    """E8M0 bytes of 2 ** ceil(log2(amax / largest)), without rounding on the way; 1.0 for zeros.
+
+    Weights that were quantised once then find a scale that holds all their values again, which the
+    rounded reciprocal of the activations' rule does not promise.
+    """
+    mantissa, exponent = torch.frexp(amax)
+    top_mantissa, top_exponent = math.frexp(largest)
+    exponent = exponent - top_exponent + (mantissa > top_mantissa).to(torch.int32)
+    return torch.where(amax == 0, 127, (exponent + 127).clamp(0, 254)).to(torch.uint8)
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:

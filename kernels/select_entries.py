@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decodegrid.kernels.indexer import candidate_mask, mask_to_indices, top_k_mask
 from decodegrid.kernels.norm_rope import island
+from decodegrid.kernels.records import RecordFormat, decode_records
 
 LIBRARY = torch.library.Library("decodegrid", "FRAGMENT")
 LIBRARY.define(
@@ -58,7 +59,8 @@ def select_entries(
 ) -> None:
     """Write the pool rows of the selected entries of every token, ascending by entry.
 
-    query: (T, Hi, di); weights: (T, Hi); index_keys: (rows, di) paged; block_table: (S, blocks);
+    query: (T, Hi, di); weights: (T, Hi); index_keys: (rows, di) paged, or the uint8 Q4X records of
+    such keys, decoded where they are scored; block_table: (S, blocks);
     token_slot: (T,) int64, tokens of one request adjacent; lengths: (T,) visible entries;
     candidates: (T, entries) bool, written or read as `candidate_mode` says, only up to the
     longest visible length; entry_out: (T, k) int64 pool rows, -1 where fewer are visible.
@@ -81,7 +83,7 @@ def select_entries(
         entry = torch.arange(num_entries, device=lengths.device)
         mask = entry < row_lengths.unsqueeze(1)
         if num_entries > top_k or candidate_mode != CandidateMode.IGNORE:
-            keys = island(index_keys[rows])
+            keys = _values(index_keys[rows], query)
             dots = (island(query[part]).flatten(0, 1) @ keys.t()).relu_()
             dots = dots.unflatten(0, (count, -1))
             scores = torch.bmm(island(weights[part]).unsqueeze(1), dots).squeeze(1)
@@ -95,6 +97,13 @@ def select_entries(
             mask = top_k_mask(scores, top_k)
         picked = mask_to_indices(mask, top_k)
         entry_out[part] = torch.where(picked >= 0, rows[picked.clamp(min=0)], picked)
+
+
+def _values(keys: Tensor, query: Tensor) -> Tensor:
+    """Keys or records of some rows as the island values that the query is multiplied with."""
+    if keys.dtype == torch.uint8:
+        keys = decode_records(keys, RecordFormat.Q4X, query.shape[-1]).to(query.dtype)
+    return island(keys)
 
 
 def _fake(

@@ -5,6 +5,7 @@ layers of 32 channels, for float64 proofs. Both are parsed config.json objects, 
 """
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,20 @@ def tiny_raw() -> dict[str, Any]:
 def small_raw() -> dict[str, Any]:
     """config.json of the 8-layer model."""
     return _config_json({**_TINY_TEXT, **_SMALL_CHANGES})
+
+
+@pytest.fixture
+def released_raw() -> dict[str, Any]:
+    """config.json of deepseek-ai/DeepSeek-V4.1-Flash."""
+    path = Path(__file__).resolve().parent / "released_config.json"
+    raw: dict[str, Any] = json.loads(path.read_text())
+    return raw
+
+
+@pytest.fixture
+def released_config(released_raw: dict[str, Any]) -> ModelConfig:
+    """The released config: 43 layers, 763 billion weights."""
+    return parse_model_config(released_raw)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int64_t STEP = 16, HALF = 8;
 constexpr int64_t CHUNK_FLOATS = 6144;  // 24 KiB of packed rows
-constexpr int64_t TILE_ROWS = 3, TILE_OUTPUTS = 4;
+constexpr int64_t TILE_ROWS = 3;
 constexpr int64_t MAX_DIRECT_ROWS = 6;
 constexpr int64_t AHEAD = 16;  // weight rows
 
@@ -232,6 +232,13 @@ void rows_product(
     const Wide source{wide.get(), row_size};
     tile_rows(rows, num_rows, row_size, source, count, out + n, out_stride);
   }
+}
+
+void wide_rows_product(
+    const float* rows, int64_t num_rows, int64_t columns, const float* weight, int64_t outputs,
+    float* out, int64_t out_stride) {
+  const int64_t row_size = packed_row_size(columns);
+  tile_rows(rows, num_rows, row_size, Wide{weight, row_size}, outputs, out, out_stride);
 }
 
 }  // namespace decodegrid

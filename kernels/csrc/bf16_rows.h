@@ -23,4 +23,13 @@ void rows_product(
     const float* rows, int64_t num_rows, int64_t columns, const uint16_t* weight,
     int64_t weight_stride, int64_t outputs, float* out, int64_t out_stride);
 
+// Weight rows that one tile computes on.
+constexpr int64_t TILE_OUTPUTS = 4;
+
+// The same for up to TILE_OUTPUTS weight rows that are float32 already: `weight` holds TILE_OUTPUTS
+// rows, laid out and spaced like `rows` (any order of the columns that both share).
+void wide_rows_product(
+    const float* rows, int64_t num_rows, int64_t columns, const float* weight, int64_t outputs,
+    float* out, int64_t out_stride);
+
 }  // namespace decodegrid

@@ -7,17 +7,14 @@
 // experts per token) in every way.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "bf16_rows.h"
+#include "experts.h"
 
 namespace {
 
@@ -42,26 +39,6 @@ void vector_matrix(
     }
     for (int64_t j = 0; j < width; ++j) out[first + j] = sum[j];
   }
-}
-
-// hidden[0 .. inner) = silu(min(gate, limit)) * clamp(up, -limit, limit) * scale; joined: gate, up.
-void scaled_swiglu(const float* joined, int64_t inner, float limit, float scale, float* hidden) {
-  for (int64_t i = 0; i < inner; ++i) {
-    const float gate = joined[i] > limit ? limit : joined[i];
-    float up = joined[inner + i];
-    up = up > limit ? limit : (up < -limit ? -limit : up);
-    hidden[i] = gate / (1.0f + std::exp(-gate)) * up * scale;
-  }
-}
-
-// Pairs (token * top_k + rank) of every expert, in the order of the tokens.
-std::vector<std::vector<int64_t>> pairs_by_expert(const at::Tensor& ids_in, int64_t experts) {
-  const at::Tensor ids = ids_in.contiguous();
-  const int64_t* chosen = ids.const_data_ptr<int64_t>();
-  std::vector<std::vector<int64_t>> pairs(experts);
-  for (int64_t pair = 0; pair < ids.numel(); ++pair)
-    if (chosen[pair] >= 0 && chosen[pair] < experts) pairs[chosen[pair]].push_back(pair);
-  return pairs;
 }
 
 // Shapes of one expert product, and buffers for a chunk of its tokens.
@@ -94,7 +71,7 @@ at::Tensor widened_experts(
   Chunk chunk(dim, inner, x.size(0));
   const int64_t row_size = decodegrid::packed_row_size(dim);
   const int64_t hidden_size = decodegrid::packed_row_size(inner);
-  const auto pairs = pairs_by_expert(ids, experts);
+  const auto pairs = decodegrid::pairs_by_expert(ids, experts);
   for (int64_t expert = 0; expert < experts; ++expert) {
     const uint16_t* first = bits(w13) + expert * 2 * inner * dim;
     const uint16_t* second = bits(w2) + expert * dim * inner;
@@ -107,7 +84,7 @@ at::Tensor widened_experts(
       decodegrid::rows_product(
           chunk.rows.data(), count, dim, first, dim, 2 * inner, chunk.joined.data(), 2 * inner);
       for (int64_t r = 0; r < count; ++r) {
-        scaled_swiglu(
+        decodegrid::scaled_swiglu(
             &chunk.joined[r * 2 * inner], inner, static_cast<float>(limit), scales[pair[r]],
             chunk.hidden.data());
         decodegrid::pack_row(chunk.hidden.data(), inner, &chunk.packed[r * hidden_size]);
@@ -141,33 +118,10 @@ at::Tensor stream_pairs(
     if (expert < 0 || expert >= experts) continue;
     const float* first = w13.const_data_ptr<float>() + expert * dim * 2 * inner;
     vector_matrix(source + token * dim, first, joined.data(), dim, 2 * inner);
-    scaled_swiglu(joined.data(), inner, limit, scales[pair], hidden.data());
+    decodegrid::scaled_swiglu(joined.data(), inner, limit, scales[pair], hidden.data());
     const float* second = w2.const_data_ptr<float>() + expert * inner * dim;
     vector_matrix(hidden.data(), second, part.data(), inner, dim);
     for (int64_t d = 0; d < dim; ++d) target[token * dim + d] += part[d];
-  }
-  return out;
-}
-
-at::Tensor gathered_experts(
-    const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights, const at::Tensor& w13,
-    const at::Tensor& w2, double limit) {
-  const auto own = x.scalar_type(), wide = c10::promoteTypes(own, at::kFloat);
-  const int64_t top_k = ids.size(1), experts = w13.size(0);
-  at::Tensor out = at::zeros(x.sizes(), x.options().dtype(wide));
-  const at::Tensor flat_weights = weights.reshape({-1, 1});
-  const auto pairs = pairs_by_expert(ids, experts);
-  for (int64_t expert = 0; expert < experts; ++expert) {
-    if (pairs[expert].empty()) continue;
-    const at::Tensor pair = at::tensor(pairs[expert], ids.options());
-    const at::Tensor token = pair.floor_divide(top_k);
-    const at::Tensor first = w13[expert].to(own), second = w2[expert].to(own);
-    const auto halves = at::mm(x.index_select(0, token), first).to(wide).chunk(2, 1);
-    const at::Tensor gate = halves[0].clamp_max(limit);
-    const at::Tensor up = halves[1].clamp(-limit, limit);
-    const at::Tensor scale = flat_weights.index_select(0, pair);
-    const at::Tensor hidden = at::silu(gate).mul(up).mul(scale);
-    out.index_add_(0, token, at::mm(hidden.to(own), second).to(wide));
   }
   return out;
 }
@@ -183,7 +137,10 @@ at::Tensor routed_experts(
       w2.scalar_type() == at::kFloat && ids.numel() <= MAX_PAIRS && w13.is_contiguous() &&
       w2.is_contiguous())
     return stream_pairs(x, ids, weights, w13, w2, limit);
-  return gathered_experts(x, ids, weights, w13, w2, limit);
+  const auto own = x.scalar_type();
+  return decodegrid::gathered_experts(
+      x, ids, weights, w13.size(0), limit, [&](int64_t expert) { return w13[expert].to(own); },
+      [&](int64_t expert) { return w2[expert].to(own); });
 }
 
 }  // namespace

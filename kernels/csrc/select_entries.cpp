@@ -12,13 +12,25 @@
 #include <limits>
 #include <vector>
 
+#include "records.h"
+
 namespace {
 
 template <typename T>
 struct Scratch {
-  std::vector<T> scores, sorted, best;
+  std::vector<T> scores, sorted, best, key;
   std::vector<uint8_t> marks, kept;
 };
+
+// The key in one row of a pool of keys, or of records, which are decoded into `space`.
+template <typename T>
+const T* key_at(const at::Tensor& keys, int64_t row, int64_t dim, std::vector<T>& space) {
+  if (keys.scalar_type() != at::kByte) return keys.const_data_ptr<T>() + row * dim;
+  space.resize(dim);
+  const uint8_t* record = keys.const_data_ptr<uint8_t>() + row * keys.size(1);
+  decodegrid::decode_record(record, decodegrid::kQ4x, dim, space.data());
+  return space.data();
+}
 
 // Marks the k largest entries; hidden (-inf) ones never.
 template <typename T>
@@ -105,7 +117,7 @@ void select(
       for (int64_t entry = 0; entry < count; ++entry)
         if (mode != 2 || candidate[entry * mark_step])
           s.scores[entry] =
-              score_entry(q, w, keys.const_data_ptr<T>() + row_of(entry) * dim, heads, dim);
+              score_entry(q, w, key_at(keys, row_of(entry), dim, s.key), heads, dim);
       if (mode == 1) write_candidates(s, candidate_block, candidate_count, candidate, mark_step);
       mark_top_k(s.scores, top_k, s.sorted, s.marks);
     }
@@ -122,8 +134,13 @@ void select_entries(
     int64_t candidate_count, const at::Tensor& candidates, const at::Tensor& entry_out) {
   const auto dtype = c10::promoteTypes(query.scalar_type(), at::kFloat);
   const at::Tensor q = query.to(dtype).contiguous(), w = weights.to(dtype).contiguous();
+  const bool is_records = index_keys.scalar_type() == at::kByte;
+  const int64_t width = decodegrid::record_bytes(decodegrid::kQ4x, query.size(2));
+  TORCH_CHECK(
+      !is_records || index_keys.size(1) == width, "select_entries: records of ",
+      index_keys.size(1), " bytes, allowed are ", width);
   // Lower precisions convert the pool; only the reference back end of such models pays for it.
-  const at::Tensor keys = index_keys.to(dtype).contiguous();
+  const at::Tensor keys = (is_records ? index_keys : index_keys.to(dtype)).contiguous();
   const at::Tensor table = block_table.contiguous(), slot = token_slot.contiguous();
   const at::Tensor count = lengths.contiguous();
   const auto run = dtype == at::kDouble ? select<double> : select<float>;

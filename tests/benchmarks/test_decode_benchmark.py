@@ -18,7 +18,7 @@ from benchmarks.work import StepShape, StepWork, experts_touched, layer_tensors,
 from decodegrid.configs.load import load_config
 from decodegrid.engine.tokenizer import ChatMessage, Tokenizer
 from decodegrid.graphs.drafter import DraftModel
-from decodegrid.graphs.step_weights import pack_weights
+from decodegrid.graphs.weight_packing import pack_weights
 
 TOKENIZER = Path(__file__).parents[2] / "configs" / "tiny" / "tokenizer.json"
 

@@ -87,10 +87,11 @@ class FakeRunner:
         block_size: int = 4,
         num_blocks: int = 0,
         prefill_chunk_sizes: tuple[int, ...] = (4, 8),
-        drafts: int | Literal["mixed"] = 99,
+        drafts: int | Literal["mixed", "random"] = 99,
         model: ToyModel | None = None,
     ) -> None:
-        """drafts: how many of each row's drafts are right, or "mixed" for a changing number."""
+        """drafts: how many of each row's drafts are right, "mixed" for a changing number of leading
+        ones, or "random" for each with a chance of three in four."""
         self.num_draft_tokens = num_draft_tokens
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
@@ -217,7 +218,12 @@ class FakeRunner:
             token_id = self.model.next_token(context + truth, request.temperature, request.seed)
             truth.append(token_id)
         right = len(context) * 7 % (count + 1) if self.drafts == "mixed" else self.drafts
-        return [t if i < right else (t + 1) % VOCAB_SIZE for i, t in enumerate(truth)]
+        right = 0 if right == "random" else right
+        drafts = [t if i < right else (t + 1) % VOCAB_SIZE for i, t in enumerate(truth)]
+        if self.drafts == "random":
+            noise = [crc32(repr((i, context)).encode()) for i in range(count)]
+            drafts = [t if x % 4 else x % VOCAB_SIZE for t, x in zip(truth, noise, strict=True)]
+        return drafts[: request.max_drafts]
 
     def _own(self, slot: int, block_ids: Sequence[int]) -> None:
         assert 1 <= slot <= self.max_num_reqs

@@ -42,7 +42,7 @@ def test_later_calls_raise_one_error(make_llm: Callable[..., LLM]) -> None:
     for call in calls:
         with pytest.raises(RuntimeError, match=CLOSED):
             call()
-    assert not llm._streams
+    assert not llm.stream_table.open_ids
 
 
 def test_closing_again_changes_nothing(make_llm: Callable[..., LLM]) -> None:
@@ -58,13 +58,13 @@ def test_closing_again_changes_nothing(make_llm: Callable[..., LLM]) -> None:
 def test_open_streams_end_with_abort(make_llm: Callable[..., LLM], toy: Any) -> None:
     """Running, waiting and finished requests at once; pieces not yet taken are not lost."""
     llm = make_llm(max_num_reqs=1, drafts=0)
-    runner: Any = llm._loop.runner
+    runner: Any = llm.stream_table.loop.runner
     first = llm.stream([[20, 21], [22, 23]], GREEDY)
     second = llm.stream([[30, 31]], GREEDY)
     pieces = [next(first), next(first)]
     params = SamplingParams(temperature=0, max_tokens=1)
     (done,) = llm._build_streams([[40, 41]], params)
-    llm._open([done])
+    llm.stream_table.open([done])
     llm.close()
     assert not runner.slots and not llm.scheduler.has_unfinished
     pieces += first
@@ -76,7 +76,7 @@ def test_open_streams_end_with_abort(make_llm: Callable[..., LLM], toy: Any) -> 
     assert output is not None and output.outputs[0].token_ids == tuple(ids)
     with pytest.raises(RuntimeError, match=CLOSED):
         next(second)
-    assert done.request.finish_reason == "abort"
+    assert done.requests[0].finish_reason == "abort"
 
 
 def test_context_manager(make_llm: Callable[..., LLM]) -> None:
@@ -98,7 +98,7 @@ def test_a_device_that_fails_is_let_go_all_the_same(
     llm = make_llm()
     stream = llm.stream("x", GREEDY)
     next(stream)
-    monkeypatch.setattr(llm._loop.runner, "stop", lambda slot: 1 / 0)
+    monkeypatch.setattr(llm.stream_table.loop.runner, "stop", lambda slot: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.close()
     llm.close()

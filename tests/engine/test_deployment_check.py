@@ -197,8 +197,8 @@ def test_a_good_deployment_reads_and_writes_nothing_more(
     def never(*args: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(checkpoint_module, "_allocate", never)
-    monkeypatch.setattr(checkpoint_module, "_fill", never)
+    monkeypatch.setattr(checkpoint_module, "allocate", never)
+    monkeypatch.setattr(checkpoint_module, "fill", never)
     cache = checkpoint.parent / "cache"
     settings = [f"--set=model.checkpoint={checkpoint}", f"--set=compile.cache_dir={cache}"]
     assert main(["config", "check", *settings]) == 0

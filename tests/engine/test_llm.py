@@ -29,10 +29,10 @@ def make_llm(tokenizer: Tokenizer, make_runner: Callable[..., Any]) -> Callable[
 
 def assert_idle(llm: LLM) -> None:
     scheduler = llm.scheduler
-    assert not scheduler.has_unfinished and not llm._streams
+    assert not scheduler.has_unfinished and not llm.stream_table.open_ids
     assert scheduler.blocks.num_free == scheduler.blocks.num_usable
     assert scheduler.slots.num_free == scheduler.slots.num_usable
-    assert not llm._loop.runner.slots  # type: ignore[attr-defined]
+    assert not llm.stream_table.loop.runner.slots  # type: ignore[attr-defined]
 
 
 def test_generate_keeps_the_order_of_prompts(make_llm: Callable[..., LLM], toy: Any) -> None:
@@ -77,12 +77,12 @@ def test_a_bad_prompt_in_a_batch_stops_it_before_anything_runs(
     llm = make_llm()
     running = llm.stream([[40, 41, 42]], greedy(20))
     first = next(running)
-    log = list(llm._loop.runner.log)  # type: ignore[attr-defined]
+    log = list(llm.stream_table.loop.runner.log)  # type: ignore[attr-defined]
     with pytest.raises(RequestError, match=message):
         llm.generate(prompts, greedy())
     with pytest.raises(RequestError, match=message):
         llm.stream(prompts, greedy())
-    assert llm._loop.runner.log == log  # type: ignore[attr-defined]
+    assert llm.stream_table.loop.runner.log == log  # type: ignore[attr-defined]
     ids = [*first.token_ids, *(t for piece in running for t in piece.token_ids)]
     assert ids == toy.generate([40, 41, 42], 20)
     assert llm.generate("again", greedy())[0].finished
@@ -179,7 +179,7 @@ def test_a_runner_that_fails_leaves_the_llm_usable(
 ) -> None:
     llm = make_llm()
     with monkeypatch.context() as patch:
-        patch.setattr(llm._loop.runner, "decode", lambda slots, num: 1 / 0)
+        patch.setattr(llm.stream_table.loop.runner, "decode", lambda slots, num: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate([[20, 21], [22, 23]], greedy())
     assert_idle(llm)
@@ -219,28 +219,28 @@ def test_soak(
         if rng.random() < 0.25:
             prompt = [rng.randrange(10, 200) for _ in range(rng.randrange(1, 20))]
             (stream,) = llm._build_streams([prompt], greedy(rng.randrange(1, 19)))
-            llm._open([stream])
+            llm.stream_table.open([stream])
             made.append((prompt, stream))
         if made and rng.random() < 0.05:
-            llm.abort(rng.choice(made)[1].request.request_id)
-        llm._step()
+            llm.abort(rng.choice(made)[1].request_id)
+        llm.stream_table.step()
         blocks, requests = llm.scheduler.blocks, llm.scheduler.running
         held = sum(len(r.block_ids) for r in requests)
         if llm.scheduler.prefilling is not None:
             held += len(llm.scheduler.prefilling.block_ids)
         assert blocks.num_free + held == blocks.num_usable
     while llm.scheduler.has_unfinished:
-        llm._step()
-    reasons = [stream.request.finish_reason for _, stream in made]
+        llm.stream_table.step()
+    reasons = [stream.requests[0].finish_reason for _, stream in made]
     for prompt, stream in made:
-        ids = stream.request.output_token_ids
+        ids = stream.requests[0].output_token_ids
         assert ids == toy.generate(prompt, len(ids))
-        if stream.request.finish_reason == "length":
-            assert len(ids) == stream.request.max_seq_len - len(prompt)
+        if stream.requests[0].finish_reason == "length":
+            assert len(ids) == stream.requests[0].max_seq_len - len(prompt)
     assert {"length", "abort"} <= set(reasons)
     assert sum(llm.stats.verified_per_position) > 0
-    assert any(stream.request.num_preemptions for _, stream in made) or not preempts
-    llm._close([stream for _, stream in made])
+    assert any(stream.requests[0].num_preemptions for _, stream in made) or not preempts
+    llm.stream_table.discard([stream for _, stream in made])
     assert_idle(llm)
 
 

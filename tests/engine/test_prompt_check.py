@@ -104,7 +104,8 @@ def test_a_checkpoint_that_is_not_there(refused: Callable[..., str], tmp_path: P
 def test_limits_before_and_after_the_start_up(embedded: Callable[..., LLM]) -> None:
     for overrides in ((), SMALL, POOL):
         config = load_config(None, overrides).config
-        assert EngineLimits.of_deployment(config, 2048) == embedded(*overrides).limits
+        limits = EngineLimits.of_deployment(config, 2048, config.num_blocks)
+        assert limits == embedded(*overrides).limits
 
 
 class Stdin(io.TextIOWrapper):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from decodegrid.engine.request_error import RequestError
-from decodegrid.engine.sampling_params import SamplingParams
+from decodegrid.engine.sampling_params import MAX_SEED, SamplingParams, completion_seed
 
 
 class Odd:
@@ -51,15 +51,23 @@ class Odd:
         ("top_k", True, "top_k must be an integer, got True"),
         ("top_k", None, "top_k must be an integer, got None"),
         ("min_p", 0.1, "not supported"),
-        ("n", 2, "not supported"),
         ("min_tokens", 3, "not supported"),
         ("presence_penalty", 0.5, "not supported"),
         ("frequency_penalty", 0.5, "not supported"),
         ("repetition_penalty", 1.1, "not supported"),
         ("logprobs", 0, "not supported"),
         ("prompt_logprobs", 1, "not supported"),
-        ("stop", "x", "not supported"),
-        ("stop", ["x"], "not supported"),
+        ("n", 0, "1 to 128, got 0"),
+        ("n", 129, "1 to 128, got 129"),
+        ("stop", "", "must not hold an empty string"),
+        ("stop", ["x", ""], "must not hold an empty string"),
+        ("stop", [str(i) for i in range(65)], "has 65 strings; at most 64"),
+        ("include_stop_str_in_output", 1, "true or false, got 1"),
+        ("skip_special_tokens", None, "true or false, got None"),
+        ("speculation", "on", 'must be "auto", "off" or an integer, got \'on\''),
+        ("speculation", 0, 'must be "auto", "off" or at least 1, got 0'),
+        ("speculation", True, "integer, got True"),
+        pytest.param("speculation", Odd(), "an integer, got odd thing", id="odd speculation"),
         ("logit_bias", {1: 2.0}, "not supported"),
         ("temperature", 10**400, r"must be 0 \(greedy\) or 1e-05 to 100, got 1000"),
         pytest.param("temperature", 10**5000, "type int that is too long to print", id="long"),
@@ -95,5 +103,20 @@ def test_accepted() -> None:
     assert params.temperature == 0 and params.max_tokens is None
     params = SamplingParams(top_p=1e-9, top_k=10**30)
     assert params.top_p == 1e-9 and params.top_k == 10**30
+    assert params.stop_strings == () and params.max_drafts is None
+    params = SamplingParams(stop=["a", "b", "a"], speculation="off", n=128)
+    assert params.stop_strings == ("a", "b") and params.max_drafts == 0
+    assert SamplingParams(stop="ab", speculation=3).stop_strings == ("ab",)
+    assert SamplingParams(speculation=3).max_drafts == 3
     with pytest.raises(TypeError):
         SamplingParams(best_of=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("seed", [0, 1, MAX_SEED])
+def test_seeds_of_completions(seed: int) -> None:
+    """The first is the given one, all differ, and those of neighbouring seeds do not overlap."""
+    seeds = [completion_seed(seed, index) for index in range(128)]
+    assert seeds[0] == seed and all(0 <= s <= MAX_SEED for s in seeds)
+    assert seeds == [completion_seed(seed, index) for index in range(128)]
+    near = [completion_seed(s, i) for s in (seed ^ 1, seed ^ 3) for i in range(128)]
+    assert len({*seeds, *near}) == 3 * 128

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decodegrid.capture.compile import RegionCompiler
 from decodegrid.capture.grid import build_grid
 from decodegrid.capture.lowering import Backend, CompileOptions
 from decodegrid.capture.phases import PhaseClock
@@ -23,8 +24,11 @@ from decodegrid.engine import build
 from decodegrid.engine.build import RunnerOptions, make_runner
 from decodegrid.engine.runner import Runner
 from decodegrid.engine.runner_protocol import SlotRequest, StepResult
+from decodegrid.graphs.checkpoint import load_model
 from decodegrid.graphs.drafter import DraftModel
-from decodegrid.graphs.regions import RegionTable
+from decodegrid.graphs.kv_cache import KvCache
+from decodegrid.graphs.model_config import ModelConfig
+from decodegrid.graphs.regions import RegionTable, build_regions
 from decodegrid.graphs.state import Capacity, VerifyMode
 
 BLOCK_SIZE = 8
@@ -45,6 +49,10 @@ FOUR_LAYERS = MappingProxyType(
         "dspark_target_layer_ids": [2, 3],
     }
 )
+
+
+RECORD_REGIONS = ("attn_in", "source_two", "index_in", "attend_both", "copy_window")
+"""Regions that write or read rings and pools, one of each kind."""
 
 
 @dataclass
@@ -170,7 +178,9 @@ class CachedRun:
     def reference_logits(self, slot: int) -> Tensor:
         """Uncached logits behind every emitted token of a slot, (emitted, vocab) float64."""
         text = self.texts[slot]
-        return self.oracle.logits(torch.tensor(text))[self.prompt_lens[slot] - 1 : len(text) - 1]
+        kv_cache = self.runner.model.state.capacity.kv_cache
+        logits = self.oracle.logits(torch.tensor(text), kv_cache)
+        return logits[self.prompt_lens[slot] - 1 : len(text) - 1]
 
     def worst_difference(self) -> float:
         """Largest difference of a logit to the uncached forward, over everything emitted."""
@@ -252,12 +262,13 @@ def build_run(
     backend: Backend = "none",
     cache_dir: Path | None = None,
     spare_blocks: int = 3,
+    kv_cache: KvCache = "compute",
 ) -> CachedRun:
     """A runner in the model's own dtype, captured prefill sizes 4 and 16."""
     dtype = model.embed.weight.dtype
     num_blocks = max_num_reqs * BLOCKS_PER_SLOT + spare_blocks
     sizes = (max_num_reqs + 1, num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, num_drafts)
-    capacity = Capacity(*sizes, verify)
+    capacity = Capacity(*sizes, verify, kv_cache)
     options = RunnerOptions(
         capacity=capacity,
         grid=build_grid(max_num_reqs, num_drafts, req_sizes),
@@ -274,10 +285,17 @@ def build_run(
 
 
 @pytest.fixture(scope="session")
+def new_run() -> Callable[..., CachedRun]:
+    """`build_run`: a run of its own for any model."""
+    return build_run
+
+
+@pytest.fixture(scope="session")
 def make_run(make_model: Callable[..., DraftModel]) -> Callable[..., CachedRun]:
     """make_run(num_drafts=5, max_num_reqs=8, req_sizes=(1, 3), **changes): a float64 run.
     Runners are shared between the tests that ask for the same one; each call resets it. Two
-    Sinkhorn rounds instead of 20, because they are no part of what the cache can break."""
+    Sinkhorn rounds instead of 20, because they are no part of what the cache can break. Keys of 32
+    channels where they are kept as records."""
     made: dict[str, CachedRun] = {}
 
     def make(
@@ -286,13 +304,16 @@ def make_run(make_model: Callable[..., DraftModel]) -> Callable[..., CachedRun]:
         req_sizes: tuple[int, ...] = (1, 3),
         draft_temperatures: tuple[float, ...] = (),
         verify: VerifyMode = "coupled",
+        kv_cache: KvCache = "compute",
         **changes: Any,
     ) -> CachedRun:
         sizes = (num_drafts, max_num_reqs, req_sizes, draft_temperatures, verify)
-        key = repr((sizes, sorted(changes.items())))
+        if kv_cache == "v41":
+            changes = {"head_dim": 32, "index_head_dim": 32, **changes}
+        key = repr((sizes, kv_cache, sorted(changes.items())))
         if key not in made:
             model = make_model(**{"hc_sinkhorn_iters": 2, **changes})
-            made[key] = build_run(model, *sizes)
+            made[key] = build_run(model, *sizes, kv_cache=kv_cache)
         made[key].reset()
         return made[key]
 
@@ -332,6 +353,48 @@ def compiled_run(
     run.regions = tables[0]
     run.cache_dir, run.raw = cache_dir, make_raw(**FOUR_LAYERS)
     return run
+
+
+@pytest.fixture(scope="session")
+def compiled_records_run(
+    make_model: Callable[..., DraftModel],
+    tmp_path_factory: pytest.TempPathFactory,
+    native_kernels: Path,
+) -> CachedRun:
+    """A float32 run over a cache of records. One of each kind of region that touches them is
+    compiled, the others run as they are; the oracle is in float64."""
+    changes = {**FOUR_LAYERS, "head_dim": 32, "index_head_dim": 32}
+    model = make_model(dtype=torch.float32, **changes)
+    model.head.weight.mul_(4.0)
+
+    def make_regions(
+        config: ModelConfig, capacity: Capacity, compiler: RegionCompiler, backend: Backend
+    ) -> RegionTable:
+        calls = {}
+        for name, item in build_regions(config, capacity, as_ops=True).items():
+            if name in RECORD_REGIONS:
+                calls[name] = compiler.region(item.function, item.dynamic, name=name)
+            else:
+                calls[name] = compiler.opaque(item.function)
+        return RegionTable(calls)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "make_regions", make_regions)
+        cache_dir = tmp_path_factory.mktemp("records")
+        run = build_run(model, 1, 3, (3,), backend="inductor", cache_dir=cache_dir, kv_cache="v41")
+    run.oracle = make_model(dtype=torch.float64, **changes)
+    run.oracle.load_state_dict(model.state_dict())
+    torch.set_num_threads(threads)
+    return run
+
+
+@pytest.fixture(scope="session")
+def embedded_records_run() -> CachedRun:
+    """The embedded model in float32 over a cache of records, uncompiled, up to four rows."""
+    model = load_model("tiny")
+    return build_run(model, 5, 4, (4,), kv_cache="v41")
 
 
 @pytest.fixture(scope="session")

@@ -9,19 +9,21 @@ WINDOW = 8
 
 
 @torch.no_grad()
-def uncached_round(model, text, num_drafts, temperature, seed):
+def uncached_round(run, text, num_drafts, temperature, seed):
     """Draft ids and confidences after `text`, from taps of an uncached forward."""
-    known, anchor = text[:-1], len(text) - 1
+    kv_cache = run.runner.model.state.capacity.kv_cache
+    model, known, anchor = run.model, text[:-1], len(text) - 1
     first = max(0, len(known) - WINDOW)
     if known:
-        taps = model.forward(torch.tensor([known])).taps
+        taps = model.forward(torch.tensor([known]), kv_cache=kv_cache).taps
         positions = torch.arange(len(known)).unsqueeze(0)
-        keys = model.context_keys(model.draft_context(taps), positions)
+        keys = model.context_keys(model.draft_context(taps), positions, kv_cache)
         keys = [layer[:, first:] for layer in keys]
     else:
         keys = [torch.zeros(1, 0, model.config.head_dim, dtype=torch.float64) for _ in model.mtp]
     live = torch.ones(1, len(known) - first, dtype=torch.bool)
-    hidden = model.draft_hidden(torch.tensor([text[-1]]), torch.tensor([anchor]), keys, live)[0]
+    last, at = torch.tensor([text[-1]]), torch.tensor([anchor])
+    hidden = model.draft_hidden(last, at, keys, live, kv_cache)[0]
     base = model.draft_base_logits(hidden)
     previous, tokens, rates = torch.tensor([text[-1]]), [], []
     for step in range(num_drafts):
@@ -43,17 +45,18 @@ def check_drafts(run, slots, temperature, seed):
     row = run.runner.model.state.slots
     num_drafts = run.runner.num_draft_tokens
     for slot in slots:
-        want, rates = uncached_round(run.model, run.texts[slot], num_drafts, temperature, seed)
+        want, rates = uncached_round(run, run.texts[slot], num_drafts, temperature, seed)
         assert int(row.num_drafts[slot]) == num_drafts
         assert row.drafts[slot].tolist() == want
         torch.testing.assert_close(row.confidence[slot], rates, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("num_drafts", [3, 5])
-def test_drafts_equal_the_uncached_round(make_run, make_prompt, num_drafts, temperature):
+@pytest.mark.parametrize("num_drafts, kv_cache", [(3, "compute"), (5, "compute"), (5, "v41")])
+def test_drafts_equal_the_uncached_round(make_run, make_prompt, num_drafts, temperature, kv_cache):
     """A batch of 2, contexts from 0 keys to several windows, after acceptance and rejection."""
-    run = make_run(num_drafts=num_drafts, req_sizes=(8,) if num_drafts == 3 else (1, 3))
+    req_sizes = (8,) if num_drafts == 3 else (1, 3)
+    run = make_run(num_drafts=num_drafts, req_sizes=req_sizes, kv_cache=kv_cache)
     run.begin(1, make_prompt(1, 31), temperature=temperature, seed=9)
     run.begin(2, make_prompt(29, 32), temperature=temperature, seed=9)
     for step in range(8):
@@ -119,7 +122,7 @@ def test_draft_temperatures_divide_the_logit(make_run, make_prompt):
     run = make_run(max_num_reqs=2, req_sizes=(2,), draft_temperatures=divisors)
     run.begin(1, make_prompt(9, 35))
     run.decode([1], 1)
-    _, rates = uncached_round(run.model, run.texts[1], 5, 0.0, 0)
+    _, rates = uncached_round(run, run.texts[1], 5, 0.0, 0)
     assert rates.min() > 0.001 and rates.max() < 0.999
     want = torch.logit(rates) / torch.tensor(divisors, dtype=torch.float64)
     got = torch.logit(run.runner.model.state.slots.confidence[1])

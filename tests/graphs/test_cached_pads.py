@@ -15,9 +15,11 @@ HUGE = 2**61
 
 
 def fill(tensor, value):
-    """NaN, `value` or True."""
+    """NaN, `value` or True. Records of NaN: code 255 in every format, as are the scales."""
     if tensor.is_floating_point():
         tensor.fill_(float("nan"))
+    elif tensor.dtype == torch.uint8:
+        tensor.fill_(255)
     elif tensor.dtype == torch.bool:
         tensor.fill_(value > 0)
     else:
@@ -86,13 +88,15 @@ def live_state(run):
 
 
 @pytest.mark.parametrize(
-    "verify, total, value",
-    [("coupled", total, value) for total in (3, 7, 14) for value in (HUGE, -HUGE, -1)]
-    + [("rejection", 3, HUGE), ("rejection", 14, -HUGE), ("rejection", 14, -1)],
+    "verify, kv_cache, total, value",
+    [("coupled", "compute", total, value) for total in (3, 7, 14) for value in (HUGE, -HUGE, -1)]
+    + [("coupled", "v41", total, HUGE) for total in (3, 7, 14)]
+    + [("rejection", "compute", 3, HUGE), ("rejection", "compute", 14, -HUGE)]
+    + [("rejection", "compute", 14, -1)],
 )
-def test_poison_reaches_nothing_live(make_run, make_prompt, verify, total, value):
+def test_poison_reaches_nothing_live(make_run, make_prompt, verify, kv_cache, total, value):
     """3 rows in a pair of 8 rows; totals below a captured size leave surplus tokens too."""
-    run = make_run(req_sizes=(8,), verify=verify)
+    run = make_run(req_sizes=(8,), verify=verify, kv_cache=kv_cache)
     snapshot = begin_rows(run, make_prompt)
     clean = run.decode(LIVE, total)
     want, texts = live_state(run), dict(run.texts)
@@ -111,11 +115,13 @@ def test_poison_reaches_nothing_live(make_run, make_prompt, verify, total, value
         assert torch.equal(tensor, want[name]), name
 
 
-@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+@pytest.mark.parametrize(
+    "verify, kv_cache", [("coupled", "compute"), ("rejection", "compute"), ("coupled", "v41")]
+)
 @pytest.mark.parametrize("total", [3, 14])
-def test_a_decode_step_writes_nothing_else(make_run, make_prompt, total, verify):
+def test_a_decode_step_writes_nothing_else(make_run, make_prompt, total, verify, kv_cache):
     """Outside the live slots, their blocks and the null ones no bit changes (C12)."""
-    run = make_run(req_sizes=(8,), verify=verify)
+    run = make_run(req_sizes=(8,), verify=verify, kv_cache=kv_cache)
     before = begin_rows(run, make_prompt)
     run.decode(LIVE, total)
     check_untouched(run, before)
@@ -147,10 +153,12 @@ def test_a_chunk_writes_nothing_else(make_run, make_prompt):
         run.assert_equal(run.readable(slot), want)
 
 
-@pytest.mark.parametrize("value", [HUGE, -HUGE])
-def test_poison_around_a_chunk(make_run, make_prompt, value):
+@pytest.mark.parametrize(
+    "value, kv_cache", [(HUGE, "compute"), (-HUGE, "compute"), (HUGE, "v41")]
+)
+def test_poison_around_a_chunk(make_run, make_prompt, value, kv_cache):
     """Prefill of 3 + 5 + 11 tokens, each padded, from poisoned buffers and null rows."""
-    run = make_run(req_sizes=(8,))
+    run = make_run(req_sizes=(8,), kv_cache=kv_cache)
     prompt = make_prompt(20, 7)
     for slot in LIVE:
         run.begin(slot, prompt, (3, 5, 11))

@@ -13,10 +13,11 @@ def random_sizes(seed):
 CHUNKINGS = [[16] * 5, [1] * 9, [4] * 8, [15, 2, 16, 1, 3, 13], random_sizes(0), random_sizes(1)]
 
 
-def test_any_chunking_leaves_the_same_state(make_run, make_prompt):
+@pytest.mark.parametrize("kv_cache", ["compute", "v41"])
+def test_any_chunking_leaves_the_same_state(make_run, make_prompt, kv_cache):
     """Six chunkings of one text in six slots: equal integers, floats within 1e-10, and what then
     decodes is the uncached forward's."""
-    run = make_run()
+    run = make_run(kv_cache=kv_cache)
     prompt = make_prompt(71, 0)
     slots = list(range(1, len(CHUNKINGS) + 1))
     for slot, sizes in zip(slots, CHUNKINGS, strict=True):

@@ -50,9 +50,10 @@ def draft_and_reject(run, snapshot, right, place, shift):
     assert result.num_emitted.tolist() == [place + 1] * 8
 
 
-def test_readable_state_after_rejection_at_every_place(make_run, make_prompt):
+@pytest.mark.parametrize("kv_cache", ["compute", "v41"])
+def test_readable_state_after_rejection_at_every_place(make_run, make_prompt, kv_cache):
     """Bit-equal for two kinds of wrong drafts; close to a run that never drafted."""
-    run = make_run()
+    run = make_run(kv_cache=kv_cache)
     snapshot = begin_rows(run, make_prompt)
     right, never = greedy_after(run, snapshot, 6)
     run.check_greedy()

@@ -50,6 +50,7 @@ def test_round_trip(
     else:
         assert INDEX in files and WEIGHTS not in files and len(files) > 4
     assert not [name for name in files if "part" in name]
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "readable by the same"
     loaded = load_model(tmp_path, dtype=dtype)
     assert_equal_models(loaded, model)
     assert not any(parameter.requires_grad for parameter in loaded.parameters())

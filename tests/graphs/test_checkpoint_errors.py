@@ -17,6 +17,7 @@ from torch import Tensor
 from decodegrid.graphs.checkpoint import load_model, save_model
 from decodegrid.graphs.checkpoint_names import CheckpointError
 from decodegrid.graphs.drafter import DraftModel
+from decodegrid.graphs.model_config_checks import QUANTIZATION_CONFIG
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -90,12 +91,12 @@ TENSOR_ERRORS: list[tuple[str, Change, str]] = [
         lambda t: t.update(
             {"layers.0.attn.wq_a.weight": torch.zeros(16, 32).to(torch.float8_e4m3fn)}
         ),
-        r"layers.0.attn.wq_a.weight has dtype F8_E4M3; .*quantised tensors are not read",
+        r"wq_a.weight has dtype F8_E4M3; must be BF16, F32 or F64 \(config.json has no quant",
     ),
     (
         "scale",
         lambda t: t.update({"layers.0.attn.wq_a.scale": torch.zeros(1, 1)}),
-        "unexpected tensor layers.0.attn.wq_a.scale; quantised tensors are not read",
+        "unexpected tensor layers.0.attn.wq_a.scale; config.json has no quantization_config",
     ),
     (
         "twice",
@@ -149,12 +150,15 @@ def test_wrong_config(checkpoint: Path, name: str, value: Any, message: str) -> 
         load_model(checkpoint)
 
 
-def test_quantisation_config_over_float_tensors(checkpoint: Path) -> None:
-    path = checkpoint / "config.json"
+def test_quantisation_config_over_float_tensors(one_layer: Path) -> None:
+    path = one_layer / "config.json"
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(CheckpointError, match="quantization_config"):
-        load_model(checkpoint)
+    with pytest.raises(CheckpointError, match=r"quantization_config\.activation_scheme is missing"):
+        load_model(one_layer)
+    path.write_text(json.dumps(raw | {"quantization_config": QUANTIZATION_CONFIG}))
+    with pytest.raises(CheckpointError, match=r"moe_intermediate_size is 16; must be a multiple"):
+        load_model(one_layer)
 
 
 @pytest.fixture

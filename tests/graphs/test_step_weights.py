@@ -21,8 +21,9 @@ from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.prefill_step import prefill_step
 from decodegrid.graphs.regions import build_regions, plain_regions
 from decodegrid.graphs.state import Capacity
-from decodegrid.graphs.step_weights import StepWeights, pack_weights
+from decodegrid.graphs.step_weights import StepWeights
 from decodegrid.graphs.target_step import StepModel
+from decodegrid.graphs.weight_packing import pack_weights
 from decodegrid.kernels.native import install_native_kernels
 
 BUILD = Path(__file__).resolve().parents[2] / "build" / "native"

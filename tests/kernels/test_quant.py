@@ -18,6 +18,9 @@ from decodegrid.kernels.quant import (
     encode_e2m1,
     encode_e4m3,
     pack_nibbles,
+    quantise_fp8_rows,
+    quantise_fp8_weight,
+    quantise_mxfp4,
     quantise_q4n,
     quantise_q4x,
     quantise_q8,
@@ -192,3 +195,82 @@ def test_shapes_and_refusal() -> None:
     assert quantise_q8(torch.zeros(0, 32)).codes.shape == (0, 32)
     with pytest.raises(ValueError, match="48 channels; must be a multiple of 32"):
         quantise_q8(torch.zeros(48))
+
+
+def slow_nearest(value: float, table: list[float]) -> float:
+    """The entry of a code table nearest to a magnitude; the even code where two are as near."""
+    distances = [abs(value - entry) for entry in table]
+    least = min(distances)
+    best = [code for code, distance in enumerate(distances) if distance == least]
+    return table[best[0] if len(best) == 1 else next(code for code in best if code % 2 == 0)]
+
+
+E2M1_TABLE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E4M3_TABLE = [
+    m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)
+][:127]
+
+
+def slow_block(values: list[float], table: list[float]) -> list[float]:
+    """A block's quantised values: the smallest power of two whose largest code reaches them all."""
+    amax = max(abs(value) for value in values)
+    exponent = -127
+    while amax > table[-1] * 2.0**exponent:
+        exponent += 1
+    scale = 2.0**exponent
+    return [math.copysign(slow_nearest(abs(v) / scale, table) * scale, v) for v in values]
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 40.0])
+def test_weights_against_slow_rounding(spread: float) -> None:
+    """Random tensors with magnitudes over up to 80 powers of two, ragged tiles included."""
+    generator = torch.Generator().manual_seed(21)
+    weight = torch.randn(37, 64, generator=generator)
+    weight *= torch.exp2(spread * (2 * torch.rand(37, 1, generator=generator) - 1))
+    weight[5] = 0.0
+    weight[6, :32] = torch.linspace(-6.0, 6.0, 32)
+    exact = [[float(v) for v in row] for row in weight]
+    rows = dequantise_q8(quantise_fp8_rows(weight))
+    experts = dequantise_q4x(quantise_mxfp4(weight))
+    tiles = quantise_fp8_weight(weight)
+    assert tiles.scales.shape == (2, 2)
+    tile_values = dequantise_fp8_weight(tiles.codes, tiles.scales)
+    for column in (0, 32):
+        for row in range(37):
+            block = exact[row][column : column + 32]
+            assert rows[row, column : column + 32].tolist() == slow_block(block, E4M3_TABLE)
+            assert experts[row, column : column + 32].tolist() == slow_block(block, E2M1_TABLE)
+        for first, last in ((0, 32), (32, 37)):
+            flat = [v for row in exact[first:last] for v in row[column : column + 32]]
+            found = tile_values[first:last, column : column + 32].flatten().tolist()
+            assert found == slow_block(flat, E4M3_TABLE)
+
+
+def test_quantising_what_was_quantised_changes_nothing() -> None:
+    """Every code under every scale byte, in blocks of one scale: the values come back."""
+    codes = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)
+    codes = torch.cat((codes, codes[:2])).view(8, 32)
+    nibbles = torch.arange(16, dtype=torch.uint8).repeat(2)
+    for byte in range(247):  # above that the largest code is no float32
+        scale = torch.tensor([[byte]], dtype=torch.uint8)
+        values = dequantise_fp8_weight(codes, scale)
+        again = quantise_fp8_weight(values)
+        assert torch.equal(dequantise_fp8_weight(again.codes, again.scales), values), byte
+        values = dequantise_q8(Blocks(codes, scale.expand(8, 1)))
+        assert torch.equal(dequantise_q8(quantise_fp8_rows(values)), values), byte
+        values = dequantise_q4x(Blocks(pack_nibbles(nibbles), scale[0]))
+        assert torch.equal(dequantise_q4x(quantise_mxfp4(values)), values), byte
+        # Small codes alone: the scale moves down, and the values stay.
+        values = dequantise_fp8_weight(codes[:1] & 0x87, scale)
+        again = quantise_fp8_weight(values)
+        assert torch.equal(dequantise_fp8_weight(again.codes, again.scales), values), byte
+    assert quantise_mxfp4(torch.zeros(1, 32)).scales.tolist() == [[127]]
+
+
+def test_weight_shapes_and_refusal() -> None:
+    tiles = quantise_fp8_weight(torch.ones(40, 70))
+    assert tiles.codes.shape == (40, 70) and tiles.scales.shape == (2, 3)
+    assert tiles.codes.is_contiguous()
+    for quantise in (quantise_fp8_rows, quantise_mxfp4):
+        with pytest.raises(ValueError, match="48 channels; must be a multiple of 32"):
+            quantise(torch.zeros(2, 48))
