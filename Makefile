@@ -6,9 +6,11 @@
 #              index may serve torch with several GB of CUDA libraries; without an NVIDIA GPU,
 #              give an index that has the CPU build: make test TORCH_INDEX=<index URL>
 #              It counts when torch is installed; to change it later, remove .venv first.
+# DEPLOYMENT   what `make demo` decodes with; configs/tiny-v41.yaml is the quantised form
 PYTHON ?= python3
 CXX ?= g++
 TORCH_INDEX ?=
+DEPLOYMENT ?= configs/tiny.yaml
 export CXX
 
 FOLDERS = engine graphs kernels capture configs
@@ -31,10 +33,10 @@ help:
 	@echo "make wheel       dist/*.tar.gz and dist/*.whl"
 	@echo "make setup       only the set-up for tests and checks"
 	@echo "make clean       remove builds and caches (.venv stays)"
-	@echo "variables: PYTHON=$(PYTHON) CXX=$(CXX) TORCH_INDEX=$(TORCH_INDEX)"
+	@echo "variables: PYTHON=$(PYTHON) CXX=$(CXX) TORCH_INDEX=$(TORCH_INDEX) DEPLOYMENT=$(DEPLOYMENT)"
 
 demo: .venv/.ready-run
-	$(BIN)/python -m decodegrid generate --config configs/tiny.yaml \
+	$(BIN)/python -m decodegrid generate --config $(DEPLOYMENT) \
 	  "Once upon a time, in a small village by the sea," \
 	  "Write a JSON object with a name, an age and a city." \
 	  "Three tips for a good night's sleep:"

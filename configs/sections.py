@@ -83,8 +83,8 @@ class ModelSection(Section):
     """The checkpoint, and where and how it computes."""
 
     checkpoint: Annotated[str, Field(min_length=1)] = "tiny"
-    """"tiny" for the embedded model, "tiny-v41" for its quantised form, else a checkpoint directory,
-    relative to the YAML file."""
+    """"tiny" for the embedded model, "tiny-v41" for its quantised form, else a checkpoint
+    directory, relative to the YAML file."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of weights, state and steps."""
@@ -102,8 +102,8 @@ class ModelSection(Section):
     floats has nothing to pack: it takes "auto" and "expanded" only."""
 
     engram_tables: Literal["memory", "mapped"] = "memory"
-    """"memory": Engram tables are read at start. "mapped": they stay in the checkpoint's files, from
-    which the system reads the rows that are looked up; on the CPU only."""
+    """"memory": Engram tables are read at start. "mapped": they stay in the checkpoint's files,
+    from which the system reads the rows that are looked up; on the CPU only."""
 
 
 class SchedulerSection(Section):

@@ -5,10 +5,10 @@ nothing: schedule() returns a plan, the loop runs it, and complete_chunk() or co
 brings the outcome back. One thread uses it; abort() may come between any two steps.
 
 A request waits (the lowest priority number first, within one the first to come), is admitted with a
-slot and blocks for its whole text, is prefilled one chunk at a time (one request at once), runs, and
-ends; its slot and blocks are free again in the same call. When blocks run out the running request
-with the longest output goes back to the front of the queue of its priority and is computed again
-later, prompt and emitted tokens alike.
+slot and blocks for its whole text, is prefilled one chunk at a time (one request at once), runs,
+and ends; its slot and blocks are free again in the same call. When blocks run out the running
+request with the longest output goes back to the front of the queue of its priority and is computed
+again later, prompt and emitted tokens alike.
 Source: scheduling rules of the reference engine, for one rank and without steps in flight.
 """
 

@@ -2,7 +2,8 @@
 
 Owns the same formula as `decodegrid.kernels.sparse_attention.dense_attention` for sequences whose
 length is a multiple of the window: one softmax with a sink over a window and compressed keys, keys
-as values. Probabilities are kept for the gradient, which costs memory and saves a product.
+as values. Probabilities are kept for the gradient, which costs memory and saves a product. The
+drafter's few rows have no such form; autograd does them.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from decodegrid.kernels.norm_rope import island
+from decodegrid.kernels.sparse_attention import sink_softmax
 
 Piece = Callable[..., Any]
 
@@ -171,6 +175,16 @@ def backward_far(
     return torch.cat(d_query, 1).view(query.shape) * dim**-0.5, d_keys
 
 
+def draft_attend(query: Tensor, context: Tensor, own: Tensor, live: Tensor, sink: Tensor) -> Tensor:
+    """A drafter block's attention: query (N, G, H, d), context (N, C, d) with live (N, C) bool,
+    own (N, G, d), all of which every row sees. Returns (N, G, H, d) of the query's dtype."""
+    keys = island(torch.cat((context, own), 1))
+    seen = torch.cat((live, live.new_ones(own.shape[:2])), 1)
+    scores = torch.einsum("nghd,nkd->nghk", island(query) * query.shape[-1] ** -0.5, keys)
+    scores = scores.masked_fill(~seen[:, None, None, :], float("-inf"))
+    return torch.einsum("nghk,nkd->nghd", sink_softmax(scores, sink), keys).to(query.dtype)
+
+
 class BlockAttention:
     """Attention core with gradients; `wrap` compiles its pieces."""
 
@@ -188,12 +202,16 @@ class BlockAttention:
         far_keys: Tensor | None,
         far: Tensor | None,
         ratio: int,
+        with_mass: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """query: (B, S, H, d); keys: (B, S, d); near: from `near_bias`; far_keys: (B, J, d);
-        far: (B, S, J) bias, 0 or -inf. Returns output and detached mass on compressed keys."""
+        far: (B, S, J) bias, 0 or -inf. Returns the output and, `with_mass`, the detached mass on
+        compressed keys."""
         if far_keys is None or far is None:
             return _Window.apply(query, keys, sink, near, self), None
         out, *weights = _Joint.apply(query, keys, sink, near, far_keys, far, ratio, self)
+        if not with_mass:
+            return out, None
         with torch.no_grad():
             mass = [
                 torch.nn.functional.pad(block.sum(2), (0, far_keys.shape[1] - block.shape[-1]))

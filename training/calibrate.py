@@ -28,7 +28,7 @@ from decodegrid.kernels.sampling import gumbel_noise
 from training.batches import Rows
 from training.draft_forward import context_of, draft_hidden, draft_logits, pick_rounds
 from training.fast_forward import FastForward
-from training.run_log import BUILD, ROOT
+from training.run_log import BUILD
 
 SEED = 20263
 GRID = torch.logspace(-1, 1, 201)
@@ -79,7 +79,8 @@ def observe(
     for index in range(num_rows):
         ids, targets = rows.batch(index, 1)
         output = fast(ids, dense=False)
-        rounds = pick_rounds(ids, targets, block, anchors, generator)
+        answers = rows.answer_targets(index, 1)
+        rounds = pick_rounds(ids, targets, answers, block, anchors, generator)
         keys, seen = context_of(model, output.taps, rounds)
         hidden = draft_hidden(drafter, rounds, keys, seen)
         drafted, confidence = draft_logits(model, hidden, rounds.previous)
@@ -139,29 +140,55 @@ def calibrate(observed: Observed) -> dict[str, dict[str, list[float]]]:
     return result
 
 
+def survival_error(
+    observed: Observed, mode: str, temperatures: list[float]
+) -> tuple[list[float], list[float]]:
+    """Calibration errors of the survival up to each slot, without and with `temperatures`.
+
+    The predicted survival is the product of the confidences, the true one that of the acceptances.
+    """
+    true = observed.accepted[mode].cumprod(-1)
+    raw = observed.logits.sigmoid().cumprod(-1)
+    fitted = (observed.logits / torch.tensor(temperatures)).sigmoid().cumprod(-1)
+    errors: tuple[list[float], list[float]] = ([], [])
+    for slot in range(true.shape[1]):
+        live = observed.live[:, slot]
+        for found, predicted in zip(errors, (raw, fitted), strict=True):
+            error = calibration_error(predicted[live, slot], true[live, slot])
+            found.append(round(error, 4))
+    return errors
+
+
 def main() -> int:
     """Command line entry point."""
     parser = argparse.ArgumentParser(description="Fit the confidence temperatures.")
-    parser.add_argument("--model", type=Path, default=ROOT / "configs" / "tiny")
+    parser.add_argument("--model", type=Path, default=BUILD / "export")
     parser.add_argument("--data", type=Path, default=BUILD)
-    parser.add_argument("--rows", type=int, default=8, help="rows of each domain")
-    parser.add_argument("--anchors", type=int, default=24, help="draft rounds a row")
+    parser.add_argument("--rows", type=int, default=24, help="rows of each domain")
+    parser.add_argument("--anchors", type=int, default=40, help="draft rounds a row")
     parser.add_argument("--temperature", type=float, default=0.7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = load_model(arguments.model)
-    parts = []
+    parts = {}
     for name in ("heldout_stories", "heldout_templated"):
         stream = np.load(arguments.data / f"{name}.npy")
-        rows = Rows(stream, 512, model.config.bos_token_id, SEED)
-        parts.append(observe(model, rows, arguments.rows, arguments.temperature, arguments.anchors))
+        marks = np.load(arguments.data / f"{name}_answers.npy")
+        rows = Rows(stream, 512, model.config.bos_token_id, SEED, marks)
+        parts[name] = observe(model, rows, arguments.rows, arguments.temperature, arguments.anchors)
     joined = Observed(
-        torch.cat([part.logits for part in parts]),
-        torch.cat([part.live for part in parts]),
-        {mode: torch.cat([part.accepted[mode] for part in parts]) for mode in MODES},
+        torch.cat([part.logits for part in parts.values()]),
+        torch.cat([part.live for part in parts.values()]),
+        {mode: torch.cat([part.accepted[mode] for part in parts.values()]) for mode in MODES},
     )
     result = calibrate(joined)
-    print(json.dumps(result, indent=1))
+    for name, part in parts.items():
+        for mode in MODES:
+            before, after = survival_error(part, mode, result[mode]["temperature"])
+            result[mode] |= {f"{name}_survival_before": before, f"{name}_survival_after": after}
+    text = json.dumps(result, indent=1)
+    print(text)
+    (BUILD / "calibration.json").write_text(text + "\n", encoding="utf-8")
     print("  confidence_temperatures:")
     for mode in MODES:
         print(f"    {mode}: {result[mode]['temperature']}")

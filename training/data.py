@@ -30,7 +30,7 @@ from training.vocabulary import TOKENIZER_FILE, Vocabulary
 OUTPUT = Path(__file__).parent.parent / "build" / "training"
 HELDOUT_SHARE = 0.05
 """Share of the documents, by hash, that training never sees."""
-TEMPLATED_SHARE = 0.40
+TEMPLATED_SHARE = 0.50
 """Share of the tokens that are templated."""
 TEMPLATE_SEED = 2026
 _TEMPLATE_CHUNK = 500

@@ -4,7 +4,8 @@ Owns the choice of anchors, what each round may see, and the three losses. Owns 
 drafter: the parameters and pieces are `DraftModel`'s, and a test holds `draft_hidden` against it.
 
 A round's anchor is the token at position a; it sees context keys at positions a - window .. a - 1
-and drafts tokens a + 1 .. a + block.
+and drafts tokens a + 1 .. a + block. Only an assistant's tokens are ever drafted, so anchors stand
+before these, and a round ends where the answer ends.
 
 Source: DSpark paper section 3.3.
 """
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from decodegrid.graphs.drafter import DraftBlock, DraftModel
 from decodegrid.kernels.hyper_connection import hc_pre, initial_pre
+from decodegrid.kernels.norm_rope import rope_angles
 from training.batches import IGNORED
 from training.fast_forward import FastForward
+from training.quantised import round_q8, round_record
 
 LOSS_WEIGHTS = (0.1, 0.9, 1.0)
 """Cross entropy, total variation (as L1), confidence."""
@@ -40,16 +43,26 @@ class Rounds:
     drafted: Tensor
     """(N, block) true token of each slot."""
     live: Tensor
-    """(N, block) bool: no document ends at or before the slot."""
+    """(N, block) bool: no answer ends before the slot."""
 
 
 def pick_rounds(
-    ids: Tensor, targets: Tensor, block: int, count: int, generator: torch.Generator
+    ids: Tensor,
+    targets: Tensor,
+    answers: Tensor,
+    block: int,
+    count: int,
+    generator: torch.Generator,
 ) -> Rounds:
-    """`count` distinct anchors in each row of (B, S) ids; targets as `Rows.batch` gives them."""
+    """`count` distinct anchors in each row of (B, S) ids; targets and answers as `Rows` gives them.
+
+    Where a row has fewer answer targets, rounds without any live slot fill up.
+    """
     batch, length = ids.shape
     span = length - block - 1
-    order = torch.rand(batch, span, generator=generator).argsort(-1)[:, :count] + 1
+    wanted = answers & (targets != IGNORED)
+    draw = torch.rand(batch, span, generator=generator) + ~wanted[:, 1 : span + 1]
+    order = draw.argsort(-1)[:, :count] + 1
     rows = torch.arange(batch).repeat_interleave(order.shape[1])
     positions = order.flatten()
     slots = positions[:, None] + torch.arange(block)
@@ -60,21 +73,36 @@ def pick_rounds(
         rows=rows,
         previous=ids[rows[:, None], slots],
         drafted=truth.clamp(min=0),
-        live=(truth != IGNORED).cumprod(-1).bool(),
+        live=wanted[rows[:, None], slots].cumprod(-1).bool(),
     )
 
 
-def context_of(model: DraftModel, taps: Tensor, rounds: Rounds) -> tuple[list[Tensor], Tensor]:
-    """Context keys of each drafter layer (N, window, d) and which are live (N, window)."""
-    window = model.config.sliding_window
-    keys = model.context_keys(model.draft_context(taps), torch.arange(taps.shape[1]))
+def context_of(
+    model: DraftModel, taps: Tensor, rounds: Rounds, *, records: bool = False
+) -> tuple[list[Tensor], Tensor]:
+    """Context keys of each drafter layer (N, window, d) and which are live (N, window); `records`
+    rounds them as a V4.1 cache does."""
+    window, length = model.config.sliding_window, taps.shape[1]
+    keys = model.context_keys(model.draft_context(taps), torch.arange(length))
+    if records:
+        keys = [round_record(layer, round_q8) for layer in keys]
     seen = rounds.positions[:, None] - window + torch.arange(window)
-    rows = rounds.rows[:, None]
-    return [layer[rows, seen.clamp(min=0)] for layer in keys], seen >= 0
+    place = rounds.rows[:, None] * length + seen.clamp(min=0)
+    # The gradient of an index_select is much cheaper than that of an indexed read.
+    chosen = [layer.flatten(0, 1).index_select(0, place.flatten()) for layer in keys]
+    return [layer.view(*seen.shape, -1) for layer in chosen], seen >= 0
 
 
-def draft_hidden(fast: FastForward, rounds: Rounds, keys: list[Tensor], live: Tensor) -> Tensor:
-    """As `DraftModel.draft_hidden`, in the pieces of `FastForward`: (N, block, D)."""
+def draft_hidden(
+    fast: FastForward,
+    rounds: Rounds,
+    keys: list[Tensor],
+    live: Tensor,
+    *,
+    records: bool = False,
+) -> Tensor:
+    """As `DraftModel.draft_hidden`, in the pieces of `FastForward`: (N, block, D); `records` rounds
+    the block's own keys."""
     model, config = fast.model, fast.config
     assert isinstance(model, DraftModel)
     size = config.dspark_block_size
@@ -86,7 +114,12 @@ def draft_hidden(fast: FastForward, rounds: Rounds, keys: list[Tensor], live: Te
     for block, layer_keys in zip(model.mtp, keys, strict=True):
         assert isinstance(block, DraftBlock)
         next_pre, post, comb, x = fast.open_sublayer(block, "attn", stream, pre)
-        update = block.draft_attention(x, slots, layer_keys, live)
+        cos, sin = rope_angles(slots, block.attn.frequencies)
+        _, query, own = fast.project(block.attn, x, cos, sin)
+        if records:
+            own = round_record(own, round_q8)
+        attended = fast.draft_attend(query, layer_keys, own, live, block.attn.attn_sink)
+        update = fast.output(block.attn, attended, cos, sin)
         stream = fast.post(update, stream, post, comb)
         pre, post, comb, x = fast.open_sublayer(block, "ffn", stream, next_pre)
         stream = fast.post(fast.experts(block.ffn, x), stream, post, comb)

@@ -1,9 +1,9 @@
 """Measures the embedded model on held-out text: `python -m training.evaluate`.
 
 Owns the figures of the model card: loss per domain, drafter acceptance per slot, what the indexer
-keeps of the attention, expert load. Reads configs/tiny/ as any user would, so the stored bfloat16
+keeps of the attention, expert load. Reads a checkpoint as any user would, so the stored bfloat16
 weights are what is measured. Data flow: checkpoint + build/training/heldout_*.npy -> `Report` ->
-build/training/report.json and configs/tiny/README.md.
+build/training/report.json and the checkpoint's README.md.
 """
 
 import argparse
@@ -11,12 +11,12 @@ import json
 import math
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from decodegrid.graphs.checkpoint import load_model
@@ -27,18 +27,17 @@ from training.batches import IGNORED, Rows
 from training.draft_forward import Rounds, context_of, draft_hidden, draft_logits, pick_rounds
 from training.fast_forward import FastForward
 from training.model_card import write_card
-from training.run_log import BUILD, ROOT
+from training.quantised import rounded_weights
+from training.requests import heldout_requests, story_requests
+from training.run_log import BUILD
 from training.sample import generate
+from training.vocabulary import Vocabulary
 
 SEED = 20262
 TEMPERATURES = (1.0, 0.6)
-SAMPLES = (
-    ("Write a short children's story about a brave fox who finds a lantern near the river.", 0.6),
-    ("JSON please. George is 20 years old and lives in Miami.", 0.0),
-    ("Write a Python function that returns the length of a list.", 0.0),
-)
-"""Prompt and temperature of what the card shows."""
-_USER, _ASSISTANT = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c></think>"
+NUM_SAMPLES = (8, 3)
+"""Stories at STORY_TEMPERATURE and templated requests at 0 that the card shows, the first ones."""
+STORY_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,13 @@ class Domain:
     tokens: int
     """Targets measured."""
     nats_per_token: float
+    answer_nats_per_token: float
+    """Over the tokens that an assistant wrote."""
+    stored_nats_per_token: float
+    """Over all, weights and cache records rounded to their quantised form."""
     bits_per_byte: float
     acceptance: dict[str, list[float]]
-    """Temperature -> mean 1 - total variation between draft and target."""
+    """Temperature -> mean 1 - total variation between draft and target, in answers."""
     agreement: list[float]
     """Share of slots where both argmax tokens are equal: acceptance of a greedy run."""
     confidence: list[float]
@@ -140,7 +143,24 @@ def measure_recall(fast: FastForward, ids: Tensor, means: Means) -> None:
         means.add(f"most {trace.layer}", most[:, selective].sum() / whole, whole)
 
 
-@torch.inference_mode()
+def measure_losses(
+    fast: FastForward, logits: Tensor, ids: Tensor, targets: Tensor, answers: Tensor, means: Means
+) -> None:
+    """Add the losses of `logits`, and those of the quantised form, to `means`."""
+    live = (targets != IGNORED).float().flatten()
+
+    def losses(given: Tensor) -> Tensor:
+        flat, wanted = given.flatten(0, 1), targets.flatten()
+        return F.cross_entropy(flat, wanted, ignore_index=IGNORED, reduction="none")
+
+    means.add("loss", losses(logits), live)
+    means.add("answer loss", losses(logits), live * answers.flatten())
+    with rounded_weights(list(fast.model.named_parameters())):
+        output = fast(ids, dense=False, records=True)
+        means.add("stored loss", losses(fast.model.head_logits(output.hidden)), live)
+
+
+@torch.no_grad()
 def measure_domain(
     fast: FastForward, rows: Rows, num_rows: int, bytes_per_token: float, loads: dict[int, Tensor]
 ) -> tuple[Domain, Means]:
@@ -148,28 +168,25 @@ def measure_domain(
     model, means, recall = fast.model, Means(), Means()
     drafter = FastForward(model)
     generator = torch.Generator().manual_seed(SEED)
-    total, count = 0.0, 0
     for first in range(0, num_rows, 2):
         ids, targets = rows.batch(first, 2)
+        answers = rows.answer_targets(first, 2)
         output = fast(ids, dense=False)
         for layer, load in enumerate(fast.loads):
             loads[layer] = loads[layer] + load
         logits = model.head_logits(output.hidden)
-        total += float(
-            F.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-        )
-        count += int((targets != IGNORED).sum())
+        measure_losses(fast, logits, ids, targets, answers, means)
         if isinstance(model, DraftModel) and len(model.mtp):
             block = model.config.dspark_block_size
-            rounds = pick_rounds(ids, targets, block, 64, generator)
+            rounds = pick_rounds(ids, targets, answers, block, 64, generator)
             measure_drafts(drafter, output, logits, rounds, means)
         measure_recall(fast, ids, recall)
-    nats = total / count
+    (nats,) = means.list_of("loss")
     domain = Domain(
-        tokens=count,
-        nats_per_token=round(nats, 4),
+        tokens=int(means.counts["loss"]),
+        nats_per_token=nats,
+        answer_nats_per_token=means.list_of("answer loss")[0],
+        stored_nats_per_token=means.list_of("stored loss")[0],
         bits_per_byte=round(nats / math.log(2.0) / bytes_per_token, 4),
         acceptance={f"{t:g}": means.list_of(f"T{t:g}") for t in TEMPERATURES},
         agreement=means.list_of("agreement"),
@@ -189,7 +206,8 @@ def measure(model: DraftModel, data: Path, length: int, num_rows: int) -> Report
     for name in sorted(key for key in meta["domains"] if key.startswith("heldout_")):
         parts = meta["domains"][name].values()
         density = sum(part["bytes"] for part in parts) / sum(part["tokens"] for part in parts)
-        rows = Rows(np.load(data / f"{name}.npy"), length, meta["bos_token_id"], SEED)
+        marks = np.load(data / f"{name}_answers.npy")
+        rows = Rows(np.load(data / f"{name}.npy"), length, meta["bos_token_id"], SEED, marks)
         domain, kept = measure_domain(fast, rows, num_rows, density, loads)
         domains[name.removeprefix("heldout_")] = domain
         for label in kept.sums:
@@ -204,16 +222,25 @@ def measure(model: DraftModel, data: Path, length: int, num_rows: int) -> Report
     )
 
 
-def write_samples(model: DraftModel, directory: Path) -> list[dict[str, str]]:
-    """Prompt and text of the card's samples, the first tried of each: seed 0."""
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+def write_samples(model: DraftModel) -> list[dict[str, str]]:
+    """Prompt and text of the card's samples: the first held-out prompts, seed 0."""
+    vocabulary = Vocabulary.from_file()
+    stories, others = NUM_SAMPLES
+    requests = list(islice(story_requests(vocabulary, heldout=True), stories))
+    requests += heldout_requests(vocabulary, others, SEED)
     samples = []
-    for prompt, temperature in SAMPLES:
-        framed = f"{_USER}{prompt}{_ASSISTANT}"
-        ids = tokenizer.encode(framed, add_special_tokens=False).ids
-        new = generate(model, [model.config.bos_token_id, *ids], 90, temperature, 0)
-        text = tokenizer.decode(new)
-        samples.append({"prompt": prompt, "temperature": f"{temperature:g}", "text": text})
+    for request in requests:
+        temperature = STORY_TEMPERATURE if request.kind == "story" else 0.0
+        new = generate(model, list(request.ids), 90, temperature, 0)
+        kept = new[:-1] if new[-1] == vocabulary.ids.eos else new
+        prompt = vocabulary.decode(list(request.ids)).split("User\uff5c>")[-1]
+        samples.append(
+            {
+                "prompt": prompt.split("<\uff5cAssistant")[0],
+                "temperature": f"{temperature:g}",
+                "text": vocabulary.decode(kept),
+            }
+        )
     return samples
 
 
@@ -224,7 +251,7 @@ def _means_of(parts: dict[str, list[float]]) -> dict[str, float]:
 def main() -> int:
     """Command line entry point."""
     parser = argparse.ArgumentParser(description="Measure the embedded model.")
-    parser.add_argument("--model", type=Path, default=ROOT / "configs" / "tiny")
+    parser.add_argument("--model", type=Path, default=BUILD / "export")
     parser.add_argument("--data", type=Path, default=BUILD)
     parser.add_argument("--rows", type=int, default=12, help="rows of each domain")
     parser.add_argument("--length", type=int, default=1024)
@@ -237,7 +264,11 @@ def main() -> int:
     print(text, flush=True)
     (BUILD / "report.json").write_text(text, encoding="utf-8")
     if arguments.card:
-        report["samples"] = write_samples(model, arguments.model)
+        report["samples"] = write_samples(model)
+        for name in ("answers", "calibration"):
+            path = BUILD / f"{name}.json"
+            if path.exists():
+                report[name] = json.loads(path.read_text(encoding="utf-8"))
         size = (arguments.model / "model.safetensors").stat().st_size
         write_card(arguments.model / "README.md", report, BUILD, model, size)
     return 0

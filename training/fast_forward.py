@@ -1,9 +1,10 @@
 """The target's uncached forward, arranged for training on a CPU.
 
 Owns how the work is cut: attention in blocks of queries with hand-written gradients, compiled
-pieces between the matrix products, experts by permutation. Owns no formula of its own: parameters
-and every other piece are those of `decodegrid.graphs.model`, and a test holds loss and gradients
-against that module's forward. Data flow: ids -> `FastForward` -> ForwardOutput.
+pieces between the matrix products, experts by permutation, and where cache records are rounded.
+Owns no formula of its own: parameters and every other piece are those of `decodegrid.graphs.model`,
+and a test holds loss and gradients against that module's forward. Data flow: ids -> `FastForward`
+-> ForwardOutput.
 """
 
 from collections.abc import Callable
@@ -20,65 +21,11 @@ from decodegrid.kernels.hyper_connection import hc_post, hc_pre, initial_pre
 from decodegrid.kernels.indexer import candidate_mask, index_scores, top_k_mask
 from decodegrid.kernels.moe import grouped_product, route, swiglu
 from decodegrid.kernels.norm_rope import apply_rope, rms_norm, rope_angles
-from training.block_attention import BlockAttention, near_bias
+from training.block_attention import BlockAttention, draft_attend, near_bias
+from training.hand_gradients import Combine, Dispatch, Sinkhorn
+from training.quantised import round_q4n, round_q4x, round_q8, round_record
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class _Dispatch(torch.autograd.Function):
-    """Rows of tokens in expert order; the gradient gathers by the inverse permutation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.count = x.shape[0]
-        return x.index_select(0, token)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return grad.index_select(0, back).view(ctx.count, -1, grad.shape[-1]).sum(1), None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Sum of the rows of each token; the gradient is `_Dispatch`'s forward."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, back: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(token)
-        return rows.index_select(0, back).view(-1, top_k, rows.shape[-1]).sum(1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (token,) = ctx.saved_tensors
-        return grad.index_select(0, token), None, None, None
-
-
-class _Sinkhorn(torch.autograd.Function):
-    """`kernels.hyper_connection.sinkhorn` with the small axes first; every half round is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, iters: int, eps: float) -> Tensor:
-        soft = logits.movedim((-2, -1), (0, 1)).contiguous().softmax(1)
-        matrix, kept, sums = soft + eps, [], []
-        for half in range(2 * iters - 1):
-            total = matrix.sum(half % 2, keepdim=True).add_(eps)
-            matrix = matrix / total
-            kept.append(matrix)
-            sums.append(total)
-        ctx.save_for_backward(soft, *kept, *sums)
-        return matrix.movedim((0, 1), (-2, -1)).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        soft, *saved = ctx.saved_tensors
-        rounds = len(saved) // 2
-        grad = grad.movedim((-2, -1), (0, 1)).contiguous()
-        for half in reversed(range(rounds)):
-            matrix, total = saved[half], saved[rounds + half]
-            grad = (grad - (grad * matrix).sum(half % 2, keepdim=True)).div_(total)
-        grad = soft * (grad - (grad * soft).sum(1, keepdim=True))
-        return grad.movedim((0, 1), (-2, -1)).contiguous(), None, None
 
 
 def _open(
@@ -119,10 +66,12 @@ def _shared_expert(moe: MoE, flat: Tensor, limit: float) -> Tensor:
     return moe.shared_experts(flat, limit)
 
 
-def token_loss(model: Model, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats; hidden (B, S, D), targets (B, S), -100 being left out."""
-    logits = model.head_logits(hidden)
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100)
+def token_loss(model: Model, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean cross entropy in nats; hidden (B, S, D), targets and weights (B, S), a weight
+    being 0 where the target is -100."""
+    logits = model.head_logits(hidden).flatten(0, -2)
+    losses = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
 
 
 class FastForward:
@@ -151,16 +100,20 @@ class FastForward:
         self.route = wrap(route)
         self.loss = wrap(token_loss)
         self.attend = BlockAttention(config.sliding_window, wrap)
+        self.draft_attend = wrap(draft_attend)
         self.loads: list[Tensor] = []
 
-    def __call__(self, ids: Tensor, *, dense: bool, trace_indexer: bool = False) -> ForwardOutput:
+    def __call__(
+        self, ids: Tensor, *, dense: bool, trace_indexer: bool = False, records: bool = False
+    ) -> ForwardOutput:
         """Whole sequences from position 0: (B, S) int64, S a multiple of the window.
 
         `dense` ignores the selection: every layer sees all complete compressed entries; the
-        indexer then runs only if `trace_indexer`.
+        indexer then runs only if `trace_indexer`. `records` rounds keys and index queries as a
+        V4.1 cache does.
         """
         model, config = self.model, self.config
-        run = _Run(self, ids, dense, trace_indexer)
+        run = _Run(self, ids, dense, trace_indexer, records)
         self.loads = []
         shape = self.layout_of(ids)
         stream = model.embed(ids.view(shape)).unsqueeze(2).repeat(1, 1, config.hc_mult, 1)
@@ -189,10 +142,20 @@ class FastForward:
             return self.layout
         return ids.shape[0], ids.shape[1]
 
-    def mean_loss(self, output: ForwardOutput, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats over (B, S) targets, -100 being left out."""
+    def mean_loss(
+        self, output: ForwardOutput, targets: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """Mean cross entropy in nats over (B, S) targets, -100 being left out; `weights` (B, S)
+        float, None: all alike."""
         shape = self.layout_of(targets)
-        loss: Tensor = self.loss(self.model, output.hidden.view(*shape, -1), targets.reshape(shape))
+        live = (targets != -100).float()
+        weights = live if weights is None else live * weights
+        loss: Tensor = self.loss(
+            self.model,
+            output.hidden.view(*shape, -1),
+            targets.reshape(shape),
+            weights.reshape(shape),
+        )
         return loss
 
     def open_sublayer(
@@ -204,7 +167,7 @@ class FastForward:
         next_pre, post, logits, x = self.open(
             stream, pre, *(getattr(block, name) for name in names), norm.weight, self.constants
         )
-        comb = _Sinkhorn.apply(logits, self.config.hc_sinkhorn_iters, self.config.hc_eps)
+        comb = Sinkhorn.apply(logits, self.config.hc_sinkhorn_iters, self.config.hc_eps)
         return next_pre, post, comb, x
 
     def _engram(self, block: Block, stream: Tensor, lookback: Tensor) -> Tensor:
@@ -240,18 +203,20 @@ class FastForward:
         back[order] = torch.arange(order.numel())
         token = order // moe.top_k
         w13, w2 = moe.experts.packed()
-        gate_up = grouped_product(_Dispatch.apply(flat, token, back), w13, ends)
-        sorted_weights = _Dispatch.apply(weights.reshape(-1, 1), order, back).squeeze(-1)
+        gate_up = grouped_product(Dispatch.apply(flat, token, back), w13, ends)
+        sorted_weights = Dispatch.apply(weights.reshape(-1, 1), order, back).squeeze(-1)
         rows = grouped_product(self.experts_hidden(gate_up, sorted_weights, limit), w2, ends)
-        routed = _Combine.apply(rows, token, back, moe.top_k)
+        routed = Combine.apply(rows, token, back, moe.top_k)
         return (routed + self.shared_expert(moe, flat, limit)).view(x.shape)
 
 
 class _Run:
     """State that attention layers hand on within one forward."""
 
-    def __init__(self, owner: FastForward, ids: Tensor, dense: bool, trace: bool) -> None:
-        self.owner, self.dense, self.trace = owner, dense, trace
+    def __init__(
+        self, owner: FastForward, ids: Tensor, dense: bool, trace: bool, records: bool
+    ) -> None:
+        self.owner, self.dense, self.trace, self.records = owner, dense, trace, records
         self.positions = torch.arange(ids.shape[1])
         self.near = near_bias(ids.shape[1], owner.config.sliding_window)
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}
@@ -269,22 +234,28 @@ class _Run:
             self.angles[key] = rope_angles(self.positions, attn.frequencies)
         cos, sin = self.angles[key]
         low_rank, query, window_keys = owner.project(attn, x, cos, sin)
+        if self.records:
+            window_keys = round_record(window_keys, round_q8)
         if attn.is_source:
             latent = attn.compressor.norm(attn.compressor.pooled(x))
             entry = torch.arange(latent.shape[1]) * attn.ratio
             far_cos, far_sin = rope_angles(entry, attn.frequencies)
             self.compressed = apply_rope(latent, far_cos, far_sin)
+            if self.records:
+                self.compressed = round_record(self.compressed, round_q4n)
             if self.trace or not self.dense:
                 source = latent.detach() if self.trace else latent
                 self.index_keys = attn.index_keys(source, far_cos, far_sin)
+                if self.records:
+                    self.index_keys = round_record(self.index_keys, round_q4x)
         if attn.runs_indexer:
             self._select(attn, x, low_rank, cos, sin)
         compressed = self.compressed if attn.ratio else None
         far = self.far if attn.ratio else None
         attended, mass = owner.attend(
-            query, window_keys, attn.attn_sink, self.near, compressed, far, attn.ratio
+            query, window_keys, attn.attn_sink, self.near, compressed, far, attn.ratio, self.trace
         )
-        if self.trace and mass is not None:
+        if mass is not None:
             self.traces[-1].mass.append(mass)
         out: Tensor = owner.output(attn, attended, cos, sin)
         return out
@@ -305,6 +276,8 @@ class _Run:
         if self.trace:
             x, low_rank = x.detach(), low_rank.detach()
         query, weights = attn.index_queries(x, low_rank, cos, sin)
+        if self.records:
+            query = round_record(query, round_q4x)
         scores = self.owner.index_scores(query, weights, self.index_keys)
         scores = scores.masked_fill(~visible, float("-inf"))
         if self.dense:

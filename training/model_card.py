@@ -23,26 +23,32 @@ kinds of question; it knows nothing and should not be asked for facts.
 """
 
 _HISTORY = """
-Every eighth step of the second leg was one row of 2,048 tokens, every fortieth one of 4,096; all
-other rows have 512. The target had two legs: one of 1,044,480 tokens down to the end of its
-learning rate, and one from there with a new cycle, restarted once with 1,750,000 tokens as its
-length instead of 2,000,000. On a busy machine the first leg was stopped and resumed: its first 35
-steps used five orthogonalisation steps instead of three, rows were cut without going on with long
-documents until step 190, and four of its minutes were a pause. The drafter began on earlier states
-of the target (its first 88 steps, and steps 291 to {shared}). A new run follows the same recipe,
+The target had three legs: 1,044,480 tokens down to the end of the learning rate; from there a new
+cycle to 2,795,520 tokens, restarted once with another length; and a third one of 960,512 tokens at
+0.6 of the peak rate. In the last quarter of the third leg, weights and cache records were rounded
+to the formats of DeepSeek-V4.1, and the weights here are the rounded ones, so that a quantised
+checkpoint holds the same values. In the third leg tokens that no assistant wrote weighed 0.3 in the
+loss, half of the corpus instead of two fifths was templated, with more answers that copy, and each
+16th step was one row of 2,048 tokens and each 256th one of 4,096; in the second leg it was each
+eighth and each 40th. All other rows have 512. On a busy machine the first leg was stopped and
+resumed: its first 35 steps used five orthogonalisation steps instead of three, and rows were cut
+without going on with long documents until step 190.
+
+The drafter had two legs. The first one, of 640 steps, began on earlier states of the target (its
+first 88 steps, and steps 291 to 400) and drafted all kinds of tokens. The second one trained on the
+rounded target, on answers alone, half of them written by the target itself (40,617 tokens, at a
+state of the third leg), and rounded the drafter from 60 % on. A new run follows the same recipe,
 not the same bits.
 """
 """What the committed run did otherwise than the commands of `training/README.md` do."""
-
-EARLY_DRAFTER_STEPS = 400
-"""Drafter steps that saw the target before its last one."""
 
 _ENDING = """
 ## Limits
 
 - English only, {vocab} tokens of vocabulary, trained on rows of 512 tokens, some of up to 4,096.
   The figures above are for rows of {length} tokens.
-- It has not learned to copy reliably: names and numbers of a question often come back changed.
+- Its answers have the right form, but it has not learned to copy reliably: names and numbers of a
+  question often come back changed, most of all in lists and in tool calls.
 - It ended with its token budget, not with its loss: it is undertrained.
 - Stories wander, change names, and repeat themselves at temperature 0; use 0.6 to 0.7.
 - Sums and the arguments of tool calls are often wrong.
@@ -72,6 +78,8 @@ def write_card(
         _architecture(model, drafter),
         _training(meta),
         _measured(report, model),
+        _answers(report),
+        _calibration(report),
         _samples(report),
         _ENDING.format(vocab=model.config.vocab_size, length=report["row_tokens"]),
     ]
@@ -116,22 +124,31 @@ def _training(meta: dict[str, Any]) -> str:
 Muon for matrices, AdamW for the rest, float32; seeds fixed. The corpus has {total:,} training
 tokens: {100 * stories / total:.0f} % stories, the rest templated chats (tool calls, JSON, sums, \
 lists, Python, look-ups).
-The model saw {100 * int(target["tokens"]) / total:.0f} % of that once. The target attended to all \
-compressed entries first and to the
-indexer's choice at the end; the indexer learned from the attention's own mass.
-{_HISTORY.format(shared=EARLY_DRAFTER_STEPS)}"""
+The model saw {int(target["tokens"]) / total:.2f} times as many tokens. In each leg the target \
+attended to all compressed entries first
+and to the indexer's choice at the end; the indexer learned from the attention's own mass.
+{_HISTORY}"""
 
 
 def _measured(report: dict[str, Any], model: DraftModel) -> str:
-    lines = ["\n## Measured on held-out text\n\n", "| domain | tokens | nats/token | bits/byte |\n"]
-    lines.append("|---|---|---|---|\n")
+    lines = ["\n## Measured on held-out text\n\n"]
+    lines.append("| domain | tokens | nats/token | quantised | answers only | bits/byte |\n")
+    lines.append("|---|---|---|---|---|---|\n")
     for name, domain in report["domains"].items():
         lines.append(
             f"| {name} | {domain['tokens']:,} | {domain['nats_per_token']:.3f} "
+            f"| {domain['stored_nats_per_token']:.3f} | {domain['answer_nats_per_token']:.3f} "
             f"| {domain['bits_per_byte']:.3f} |\n"
         )
+    lines.append(
+        "\nQuantised: weights in FP8 and MXFP4, cache records in FP8 and FP4, as DeepSeek-V4.1"
+        "\nstores them. The questions of templated chats hold random names and numbers, which"
+        "\nno model can predict; answers follow from them.\n"
+    )
     slots = range(1, model.config.dspark_block_size + 1)
-    lines.append("\nDrafter, per slot, given that the tokens before the slot were right:\n\n")
+    lines.append(
+        "\nDrafter, per slot of an answer, given that the tokens before the slot were right:\n\n"
+    )
     lines.append("| domain | figure |" + "".join(f" {slot} |" for slot in slots) + "\n")
     lines.append("|---|---|" + "---|" * len(slots) + "\n")
     for name, domain in report["domains"].items():
@@ -156,8 +173,46 @@ def _measured(report: dict[str, Any], model: DraftModel) -> str:
     return "".join(lines)
 
 
+def _answers(report: dict[str, Any]) -> str:
+    if "answers" not in report:
+        return ""
+    answers = report["answers"]
+    lines = ["\n## Answers\n\n200 templated requests of the held-out side, greedy:\n\n"]
+    lines.append("| request | answer parses | values copied |\n|---|---|---|\n")
+    for kind, share in answers["parsed"].items():
+        lines.append(f"| {kind} | {100 * share:.1f} % | {100 * answers['copied'][kind]:.1f} % |\n")
+    lines.append("\nTokens a request gains in one round of five drafts, rejection sampling, with\n")
+    lines.append("the share accepted of the drafts whose predecessors were accepted:\n\n")
+    lines.append(
+        "| domain | temperature | tokens a round | accepted by slot |\n|---|---|---|---|\n"
+    )
+    for domain, figures in answers["tokens_per_round"].items():
+        for temperature, gained in figures.items():
+            rates = " ".join(f"{rate:.2f}" for rate in answers["accepted"][domain][temperature])
+            lines.append(f"| {domain} | {temperature} | {gained:.2f} | {rates} |\n")
+    return "".join(lines)
+
+
+def _calibration(report: dict[str, Any]) -> str:
+    if "calibration" not in report:
+        return ""
+    lines = [
+        "\n## Confidence\n\nError of the predicted survival of a draft up to each slot, before"
+    ]
+    lines.append("\nand after the temperatures of `confidence_temperatures` (sampling at 0.7):\n\n")
+    lines.append("| verification | domain | before | after |\n|---|---|---|---|\n")
+    for mode, figures in report["calibration"].items():
+        for domain in ("stories", "templated"):
+            cells = [
+                " ".join(f"{error:.3f}" for error in figures[f"heldout_{domain}_survival_{when}"])
+                for when in ("before", "after")
+            ]
+            lines.append(f"| {mode} | {domain} | {cells[0]} | {cells[1]} |\n")
+    return "".join(lines)
+
+
 def _samples(report: dict[str, Any]) -> str:
-    parts = ["\n## Samples\n\nThe first try of each, cut at 90 tokens.\n"]
+    parts = ["\n## Samples\n\nThe first held-out prompts, one try each, cut at 90 tokens.\n"]
     for sample in report["samples"]:
         quoted = "\n".join(f"> {line}".rstrip() for line in sample["text"].splitlines())
         parts.append(f"\n*{sample['prompt']}* (temperature {sample['temperature']})\n\n{quoted}\n")

@@ -26,15 +26,15 @@ TOOLS_SHARE = 0.10
 """Share of conversations with tools; they are long, so about half of the tokens."""
 
 PAIR_DOMAINS: tuple[tuple[str, int, Callable[[Random], Pair]], ...] = (
-    ("json", 25, draw_json_object),
-    ("sum", 12, draw_sum),
-    ("list", 16, draw_list),
-    ("python", 14, draw_python),
-    ("greeting", 8, draw_greeting),
-    ("echo", 12, draw_echo),
-    ("lookup", 13, draw_lookup),
+    ("json", 32, draw_json_object),
+    ("sum", 8, draw_sum),
+    ("list", 20, draw_list),
+    ("python", 10, draw_python),
+    ("greeting", 5, draw_greeting),
+    ("echo", 14, draw_echo),
+    ("lookup", 11, draw_lookup),
 )
-"""(domain, weight, generator)."""
+"""(domain, weight, generator). Most of the weight is on answers that copy from the question."""
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a tiny assistant.", "Be brief.")
 

@@ -4,6 +4,7 @@ Owns the sizes of the model and the start values of its parameters. Data flow: t
 `tiny_config` -> config.json's content; `initialise` fills a fresh model in place.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,14 @@ def build_model(raw: dict[str, Any], classes: list[int], seed: int) -> DraftMode
     model.compressed_ids = torch.tensor(classes)
     initialise(model, seed)
     return model
+
+
+def copy_tokenizer(directory: Path) -> None:
+    """Put the tokenizer where weights are exported to."""
+    directory.mkdir(parents=True, exist_ok=True)
+    copy = directory / "tokenizer.json"
+    if copy.resolve() != TOKENIZER.resolve():
+        shutil.copyfile(TOKENIZER, copy)
 
 
 @torch.no_grad()

@@ -1,15 +1,20 @@
-"""Trains the drafter of a finished target: `python -m training.train_drafter --minutes 15`.
+"""Trains the drafter of a finished target: `python -m training.train_drafter --tokens 1000000`.
 
 Owns the drafter's schedule, start values, log and saved states. The target, the embedding and the
-head stay as they are. Data flow: build/training/target.pt -> random anchors in training rows ->
-losses -> update of `mtp.*`; state to build/training/drafter.pt, weights to configs/tiny/. With
-`--resume` the drafter goes on, on whatever target.pt holds then: it may start before the target
-is finished.
+head stay as they are. Data flow: build/training/target.pt -> random anchors in the answers of
+training rows, and of text that the target wrote (`write_text`) -> losses -> update of `mtp.*`;
+state to build/training/drafter.pt, weights to build/training/export. Legs are as the target's
+(`schedule`); a drafter may go on, on whatever target.pt holds then.
+
+With `--quantised-from` the target is what a quantised checkpoint and a V4.1 cache make of it for
+the whole run, and the drafter is rounded too from that share of the leg on.
 """
 
 import argparse
+import dataclasses
 import time
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +39,23 @@ from training.draft_forward import (
 )
 from training.fast_forward import Compiler, FastForward
 from training.optimizer import Optimizer
-from training.run_log import BUILD, LOGS, ROOT, Log, compile_piece
-from training.tiny_config import TOKENIZER, build_model
+from training.quantised import round_in_place, rounded_weights
+from training.run_log import BUILD, LOGS, Log, compile_piece
+from training.schedule import Plan, Progress, rate_factor
+from training.tiny_config import TOKENIZER, build_model, copy_tokenizer
 
 SEED = 20261
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """What a drafter run does."""
+    """What a drafter run does beside the schedule."""
 
-    batch: int = 4
-    length: int = 512
+    schedule: Plan = field(default_factory=lambda: Plan(warmup_steps=10, flat_until=0.4))
+    """Of its fields those of rows, rates, legs and rounding count."""
     anchors: int = 128
     """Rounds in each row."""
-    rates: tuple[float, float] = (4e-3, 3e-3)
-    warmup_steps: int = 10
-    flat_until: float = 0.4
-    final_factor: float = 0.02
-    max_norm: float = 1.0
     bias_rate: float = 2e-3
-    log_every: int = 10
-    save_seconds: float = 240.0
 
 
 @torch.no_grad()
@@ -80,59 +80,75 @@ def start_from_target(model: DraftModel) -> None:
 
 
 class DrafterTrainer:
-    """One run over a model whose target is finished."""
+    """One run over a model whose target is finished; steps take turns at the sources of rows."""
 
     def __init__(
-        self, model: DraftModel, train: Rows, plan: DraftPlan, compiler: Compiler | None
+        self, model: DraftModel, sources: list[Rows], plan: DraftPlan, compiler: Compiler | None
     ) -> None:
-        self.model, self.train, self.plan = model, train, plan
+        self.model, self.sources, self.plan = model, sources, plan
         model.requires_grad_(False)
         model.mtp.requires_grad_(True)
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        named = [(n, p) for n, p in named if n.rsplit(".", 1)[-1] not in ("bias", "bias_vl")]
-        self.optimizer = Optimizer(named, plan.rates)
+        self.named = [(n, p) for n, p in named if n.rsplit(".", 1)[-1] not in ("bias", "bias_vl")]
+        self.optimizer = Optimizer(self.named, plan.schedule.rates)
         self.target = FastForward(model, compiler)
         self.drafter = FastForward(model, compiler)
         self.losses = slot_losses if compiler is None else compiler(slot_losses)
-        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.quantised_target = plan.schedule.quantised_from <= 1.0
+        if self.quantised_target:
+            round_in_place(model.layers)
+        self.progress = Progress()
+
+    @property
+    def quantised(self) -> bool:
+        """Whether this part of the leg rounds the drafter too."""
+        return self.progress.share() >= self.plan.schedule.quantised_from
 
     @torch.no_grad()
     def observe(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Taps (B, S, taps * D) and next-token probabilities (B, S, vocab) of the target."""
-        output = self.target(ids, dense=False)
+        output = self.target(ids, dense=False, records=self.quantised_target)
         return output.taps, self.model.head_logits(output.hidden).softmax(-1)
 
     def slots(self, taps: Tensor, probs: Tensor, rounds: Rounds) -> tuple[Tensor, Tensor, Tensor]:
         """Losses (N, block), acceptance (N, block), and draft logits (N, block, vocab)."""
-        keys, live = context_of(self.model, taps, rounds)
-        hidden = draft_hidden(self.drafter, rounds, keys, live)
+        keys, live = context_of(self.model, taps, rounds, records=self.quantised)
+        hidden = draft_hidden(self.drafter, rounds, keys, live, records=self.quantised)
         logits, confidence = draft_logits(self.model, hidden, rounds.previous)
         slots = rounds.positions[:, None] + torch.arange(logits.shape[1])
         wanted = probs[rounds.rows[:, None], slots]
         losses, accepted = self.losses(logits, confidence, wanted, rounds.drafted)
         return losses, accepted, logits
 
-    def train_step(self, share: float) -> dict[str, float]:
-        """One update, `share` of the run being done; returns the figures of the log."""
-        plan, begin = self.plan, time.perf_counter()
-        ids, targets = self.train.batch(self.step * plan.batch, plan.batch)
-        taps, probs = self.observe(ids)
-        generator = torch.Generator().manual_seed(SEED + self.step)
+    def rounds(self, step: int) -> tuple[Tensor, Rounds]:
+        """Ids of a step's rows and the draft rounds in them."""
+        count = self.plan.schedule.shape[0]
+        rows = self.sources[step % len(self.sources)]
+        first = step // len(self.sources) * count
+        ids, targets = rows.batch(first, count)
+        answers = rows.answer_targets(first, count)
+        generator = torch.Generator().manual_seed(SEED + step)
         block = self.model.config.dspark_block_size
-        rounds = pick_rounds(ids, targets, block, plan.anchors, generator)
+        return ids, pick_rounds(ids, targets, answers, block, self.plan.anchors, generator)
+
+    def train_step(self) -> dict[str, float]:
+        """One update; returns the figures of the log."""
+        schedule, progress = self.plan.schedule, self.progress
+        begin, share = time.perf_counter(), progress.share()
+        ids, rounds = self.rounds(progress.step)
+        taps, probs = self.observe(ids)
         self.drafter.loads = []
-        losses, accepted, _ = self.slots(taps, probs, rounds)
-        loss = draft_loss(losses, rounds.live)
-        loss.backward()
-        late = max(0.0, (share - plan.flat_until) / (1.0 - plan.flat_until))
-        factor = min(1.0, (self.step + 1) / plan.warmup_steps)
-        factor *= 1.0 - (1.0 - plan.final_factor) * min(late, 1.0)
-        norm = self.optimizer.step(factor, plan.max_norm)
+        with rounded_weights(self.named) if self.quantised else nullcontext():
+            losses, accepted, _ = self.slots(taps, probs, rounds)
+            loss = draft_loss(losses, rounds.live)
+            loss.backward()
+        factor = rate_factor(schedule, progress.step - progress.leg_step, share)
+        norm = self.optimizer.step(factor, schedule.max_norm)
         self._balance()
-        self.step += 1
-        self.tokens += ids.numel()
-        self.seconds += time.perf_counter() - begin
-        by_slot = (accepted * rounds.live).sum(0) / rounds.live.sum(0)
+        progress.step += 1
+        progress.tokens += ids.numel()
+        progress.seconds += time.perf_counter() - begin
+        by_slot = (accepted * rounds.live).sum(0) / rounds.live.sum(0).clamp(min=1)
         figures = {"loss": float(loss.detach()), "norm": norm, "factor": factor}
         return figures | {f"accept{i + 1}": float(rate) for i, rate in enumerate(by_slot)}
 
@@ -148,71 +164,97 @@ class DrafterTrainer:
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "progress": (self.step, self.tokens, self.seconds),
+            "progress": dataclasses.astuple(self.progress),
             "raw": raw,
         }
         torch.save(state, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
+
+    def export(self, directory: Path, raw: dict[str, Any]) -> None:
+        """Write a bfloat16 checkpoint of target and drafter as they would be stored now."""
+        with rounded_weights(self.named) if self.quantised else nullcontext():
+            save_model(self.model, directory, torch.bfloat16, raw)
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from `save`'s state; the target keeps the values it has."""
         drafter = {n: v for n, v in state["model"].items() if n.startswith("mtp.")}
         self.model.load_state_dict({**self.model.state_dict(), **drafter})
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.tokens, self.seconds = state["progress"]
+        self.progress = Progress(*state["progress"])
 
 
 def run(
-    trainer: DrafterTrainer, minutes: float, steps: int, logs: Path, save: tuple[Path, Path, Any]
+    trainer: DrafterTrainer, minutes: float, logs: Path, save: tuple[Path, Path, dict[str, Any]]
 ) -> None:
-    """Train until the clock or the step count ends the run; `save`: state file, export, config."""
+    """Train until the leg or the time is over; `save`: state file, export, config."""
     state, export, raw = save
-    log, saved = Log(logs / "drafter.csv"), time.perf_counter()
+    schedule, progress = trainer.plan.schedule, trainer.progress
+    log, began = Log(logs / "drafter.csv"), time.perf_counter()
+    saved = began
     recent: list[dict[str, float]] = []
-    while True:
-        share = trainer.step / steps if steps else trainer.seconds / (60.0 * minutes)
-        if share < 1.0:
-            recent.append(trainer.train_step(share))
-        if recent and (trainer.step % trainer.plan.log_every == 0 or trainer.step <= 2):
+    while progress.share() < 1.0 and time.perf_counter() - began < 60.0 * minutes:
+        recent.append(trainer.train_step())
+        if progress.step % schedule.log_every == 0 or progress.step <= 2:
             means = {k: float(np.mean([row[k] for row in recent])) for k in recent[0]}
-            row = {"step": trainer.step, "tokens": trainer.tokens}
-            row |= {"seconds": round(trainer.seconds, 1)}
+            row = {"step": progress.step, "tokens": progress.tokens}
+            row |= {"seconds": round(progress.seconds, 1)}
             row |= {name: round(value, 5) for name, value in means.items()}
             recent.clear()
             log.write(row)
             print(row, flush=True)
-        if share >= 1.0 or time.perf_counter() - saved > trainer.plan.save_seconds:
+        if time.perf_counter() - saved > schedule.save_seconds:
             trainer.save(state, raw)
-            save_model(trainer.model, export, torch.bfloat16, raw)
+            trainer.export(export, raw)
             saved = time.perf_counter()
-        if share >= 1.0:
-            return
+    trainer.save(state, raw)
+    trainer.export(export, raw)
+
+
+def read_sources(plan: Plan, bos: int) -> list[Rows]:
+    """Rows of the training text and, if there is any, of the text that the target wrote."""
+    sources = []
+    for name in ("train", "written"):
+        if name == "train" or (BUILD / f"{name}.npy").exists():
+            stream, marks = np.load(BUILD / f"{name}.npy"), np.load(BUILD / f"{name}_answers.npy")
+            sources.append(Rows(stream, plan.shape[1], bos, SEED, marks))
+    return sources
 
 
 def main() -> int:
     """Command line entry point."""
     parser = argparse.ArgumentParser(description="Train the embedded model's drafter.")
-    parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--steps", type=int, default=0, help="instead of --minutes")
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--tokens", type=int, help="length of a new leg, or of the saved one")
+    parser.add_argument("--minutes", type=float, default=100.0, help="stop and save after these")
+    parser.add_argument("--start", choices=("target", "state"), default="target")
+    parser.add_argument("--new-leg", action="store_true", help="with --start state")
+    parser.add_argument("--peak", type=float, default=1.0, help="peak learning rate")
+    parser.add_argument(
+        "--quantised-from", type=float, default=Plan().quantised_from, help="share of the leg"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--target", type=Path, default=BUILD / "target.pt")
     parser.add_argument("--state", type=Path, default=BUILD / "drafter.pt")
-    parser.add_argument("--export", type=Path, default=ROOT / "configs" / "tiny")
+    parser.add_argument("--export", type=Path, default=BUILD / "export")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     state = torch.load(arguments.target, weights_only=True)
-    raw, plan = state["raw"], DraftPlan()
+    raw = state["raw"]
+    plan = DraftPlan()
+    schedule = dataclasses.replace(
+        plan.schedule, peak=arguments.peak, quantised_from=arguments.quantised_from
+    )
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     model = build_model(raw, compressed_token_classes(tokenizer), SEED)
     model.load_state_dict(state["model"])
-    train = Rows(np.load(BUILD / "train.npy"), plan.length, raw["bos_token_id"], SEED)
     start_from_target(model)
-    trainer = DrafterTrainer(model, train, plan, compile_piece)
-    if arguments.resume:
+    sources = read_sources(schedule, raw["bos_token_id"])
+    plan = dataclasses.replace(plan, schedule=schedule)
+    trainer = DrafterTrainer(model, sources, plan, compile_piece)
+    if arguments.start == "state":
         trainer.load(torch.load(arguments.state, weights_only=True))
-    save = (arguments.state, arguments.export, raw)
-    run(trainer, arguments.minutes, arguments.steps, LOGS, save)
+    trainer.progress.enter_leg(arguments.tokens, fresh=arguments.new_leg)
+    copy_tokenizer(arguments.export)
+    run(trainer, arguments.minutes, LOGS, (arguments.state, arguments.export, raw))
     return 0
 
 

@@ -1,17 +1,20 @@
 """Trains the embedded model's target: `python -m training.train_target --tokens 2000000`.
 
-Owns the schedule, the losses, the router-bias update, the log and the saved states. Data flow:
+Owns the losses, the router-bias update, the log and the saved states. Data flow:
 build/training/train.npy -> rows -> loss -> update; state to build/training/target.pt, weights to
-configs/tiny/. A leg is one cycle of the learning rate over a number of tokens, so that what a run
-does is a function of seed and step alone; `--minutes` only ends the process, and `--start state`
-goes on with the leg.
+build/training/export. What a run does is a function of its plan (`schedule`), seed and step alone;
+`--minutes` only ends the process, and `--start state` goes on with the leg.
+
+In the part of a leg that is quantised, the forward pass sees the weights and the cache records that
+a quantised checkpoint and a V4.1 cache would hold, and gradients go to the own weights as if they
+did not. What is exported then are the rounded weights.
 """
 
 import argparse
 import csv
 import dataclasses
 import time
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,67 +32,12 @@ from decodegrid.graphs.model import MoE
 from training.batches import Rows
 from training.fast_forward import Compiler, FastForward
 from training.optimizer import Optimizer
-from training.run_log import BUILD, LOGS, ROOT, Log, compile_piece
-from training.tiny_config import TOKENIZER, build_model, tiny_config
+from training.quantised import rounded_weights
+from training.run_log import BUILD, LOGS, Log, compile_piece
+from training.schedule import Plan, Progress, rate_factor
+from training.tiny_config import TOKENIZER, build_model, copy_tokenizer, tiny_config
 
 SEED = 20260
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a target run does; lengths in tokens, times in seconds."""
-
-    shape: tuple[int, int] = (4, 512)
-    """Rows of a step and tokens of a row; held-out rows have the same."""
-    long_rows: tuple[tuple[int, int], ...] = ((8, 2048), (40, 4096))
-    """(n, length): every n-th step is one row of `length` tokens; the last that fits counts."""
-    rates: tuple[float, float] = (4e-3, 3e-3)
-    """Peak learning rates of Muon and AdamW."""
-    warmup_steps: int = 20
-    flat_until: float = 0.5
-    """Share of the leg before the linear decay."""
-    final_factor: float = 0.02
-    dense_until: float = 0.82
-    """Share of the leg in which every layer sees every compressed entry."""
-    index_every: int = 4
-    """Steps between updates of the indexer while dense; afterwards each step updates it."""
-    max_norm: float = 1.0
-    bias_steps: int = 100
-    bias_rates: tuple[float, float] = (1e-2, 2e-3)
-    """Router-bias speed in the first `bias_steps` steps and later."""
-    log_every: int = 10
-    heldout_every: int = 100
-    save_seconds: float = 300.0
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where a run stands; saved and restored. A leg's schedule counts from its first token."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    leg_step: int = 0
-    """Steps done when the leg began."""
-    leg_start: int = 0
-    """Tokens seen when the leg began."""
-    leg_tokens: int = 0
-    """Length of the leg in tokens."""
-
-    def begin_leg(self, tokens: int) -> None:
-        """Start a new cycle of the learning rate over `tokens` tokens."""
-        self.leg_step, self.leg_start, self.leg_tokens = self.step, self.tokens, tokens
-
-    def share(self) -> float:
-        """Share of the leg that is done."""
-        return (self.tokens - self.leg_start) / self.leg_tokens
-
-
-def rate_factor(plan: Plan, step: int, share: float) -> float:
-    """Learning rate over its peak at `step` of a leg, `share` of the leg being done."""
-    warm = min(1.0, (step + 1) / plan.warmup_steps)
-    late = max(0.0, (share - plan.flat_until) / (1.0 - plan.flat_until))
-    return warm * (1.0 - (1.0 - plan.final_factor) * min(late, 1.0))
 
 
 def index_loss(traces: tuple[IndexTrace, ...]) -> Tensor:
@@ -132,12 +80,16 @@ class TargetTrainer:
         streams: dict[str, npt.NDArray[np.uint16]],
         plan: Plan,
         compiler: Compiler | None,
+        answers: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """`streams`: tokens of "train" and of any number of held-out domains."""
+        """`streams`: tokens of "train" and of any number of held-out domains; `answers`: the marks
+        of "train", None: every token is an answer's."""
         self.raw, self.plan = raw, plan
         bos = raw["bos_token_id"]
         lengths = {plan.shape[1], *(length for _, length in plan.long_rows)}
-        self.train_rows = {n: Rows(streams["train"], n, bos, SEED) for n in sorted(lengths)}
+        self.train_rows = {
+            n: Rows(streams["train"], n, bos, SEED, answers) for n in sorted(lengths)
+        }
         self.heldout_rows = {
             name: Rows(stream, plan.shape[1], bos, SEED)
             for name, stream in streams.items()
@@ -146,18 +98,30 @@ class TargetTrainer:
         self.model = build_model(raw, classes, SEED)
         self.model.mtp.requires_grad_(False)
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        named = [(n, p) for n, p in named if n.rsplit(".", 1)[-1] not in ("bias", "bias_vl")]
-        self.optimizer = Optimizer(named, plan.rates)
+        self.named = [(n, p) for n, p in named if n.rsplit(".", 1)[-1] not in ("bias", "bias_vl")]
+        self.optimizer = Optimizer(self.named, plan.rates)
         self.fast = FastForward(self.model, compiler, plan.shape)
         self.progress = Progress()
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Ids and targets of a step: short rows, or one long row."""
+    def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, targets and their weights of a step: short rows, or one long row."""
         rows, length = self.plan.shape
         for every, longer in self.plan.long_rows:
             if step % every == every - 1:
                 rows, length = 1, longer
-        return self.train_rows[length].batch(step * rows, rows)
+        stream = self.train_rows[length]
+        marks = stream.answer_targets(step * rows, rows)
+        weights = torch.where(marks, 1.0, self.plan.prompt_weight)
+        return *stream.batch(step * rows, rows), weights
+
+    @property
+    def quantised(self) -> bool:
+        """Whether this part of the leg rounds weights and records."""
+        return self.progress.share() >= self.plan.quantised_from
+
+    def stored(self) -> AbstractContextManager[None]:
+        """Within, the weights are what would be stored now."""
+        return rounded_weights(self.named) if self.quantised else nullcontext()
 
     def train_step(self) -> dict[str, float]:
         """One update; returns the figures of the log."""
@@ -165,11 +129,12 @@ class TargetTrainer:
         begin, share = time.perf_counter(), progress.share()
         dense = share < plan.dense_until
         trace = not dense or progress.step % plan.index_every == 0
-        ids, targets = self.batch(progress.step)
-        output = self.fast(ids, dense=dense, trace_indexer=trace)
-        loss = self.fast.mean_loss(output, targets)
-        extra = index_loss(output.traces) if trace else torch.zeros(())
-        (loss + extra).backward()
+        ids, targets, weights = self.batch(progress.step)
+        with self.stored():
+            output = self.fast(ids, dense=dense, trace_indexer=trace, records=self.quantised)
+            loss = self.fast.mean_loss(output, targets, weights)
+            extra = index_loss(output.traces) if trace else torch.zeros(())
+            (loss + extra).backward()
         factor = rate_factor(plan, progress.step - progress.leg_step, share)
         norm = self.optimizer.step(factor, plan.max_norm)
         speed = plan.bias_rates[progress.step >= plan.bias_steps]
@@ -196,8 +161,9 @@ class TargetTrainer:
             for first in range(0, rows, batch):
                 ids, targets = stream.batch(first, batch)
                 # Gradients stay enabled: another mode would compile every piece again.
-                output = self.fast(ids, dense=share < plan.dense_until)
-                losses.append(float(self.fast.mean_loss(output, targets).detach()))
+                with self.stored():
+                    output = self.fast(ids, dense=share < plan.dense_until, records=self.quantised)
+                    losses.append(float(self.fast.mean_loss(output, targets).detach()))
             result[name] = float(np.mean(losses))
         return result
 
@@ -212,6 +178,11 @@ class TargetTrainer:
         }
         torch.save(state, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
+
+    def export(self, directory: Path) -> None:
+        """Write a bfloat16 checkpoint of the weights as they would be stored now."""
+        with self.stored():
+            save_model(self.model, directory, torch.bfloat16, self.raw)
 
     def load(self, path: Path) -> None:
         """Continue from `save`'s file."""
@@ -248,11 +219,11 @@ def run(trainer: TargetTrainer, *, minutes: float, state: Path, export: Path, lo
             report_heldout(trainer, heldout_log)
         if time.perf_counter() - saved > plan.save_seconds:
             trainer.save(state)
-            save_model(trainer.model, export, torch.bfloat16, trainer.raw)
+            trainer.export(export)
             saved = time.perf_counter()
     report_heldout(trainer, heldout_log)
     trainer.save(state)
-    save_model(trainer.model, export, torch.bfloat16, trainer.raw)
+    trainer.export(export)
 
 
 def report_heldout(trainer: TargetTrainer, log: Log) -> None:
@@ -271,18 +242,25 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=100.0, help="stop and save after these")
     parser.add_argument("--start", choices=("scratch", "state", "weights"), default="scratch")
     parser.add_argument("--new-leg", action="store_true", help="with --start state")
+    parser.add_argument("--peak", type=float, default=Plan().peak, help="peak learning rate")
+    parser.add_argument(
+        "--quantised-from", type=float, default=Plan().quantised_from, help="share of the leg"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--state", type=Path, default=BUILD / "target.pt")
-    parser.add_argument("--export", type=Path, default=ROOT / "configs" / "tiny")
+    parser.add_argument("--export", type=Path, default=BUILD / "export")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
-    raw, plan = tiny_config(tokenizer), Plan()
+    raw = tiny_config(tokenizer)
+    plan = Plan(peak=arguments.peak, quantised_from=arguments.quantised_from)
     names = ("train", "heldout_stories", "heldout_templated")
     streams = {name: np.load(BUILD / f"{name}.npy") for name in names}
     classes = compressed_token_classes(tokenizer)
-    trainer = TargetTrainer(raw, classes, streams, plan, compile_piece)
+    answers = np.load(BUILD / "train_answers.npy")
+    trainer = TargetTrainer(raw, classes, streams, plan, compile_piece, answers)
     begin(trainer, arguments)
+    copy_tokenizer(arguments.export)
     run(
         trainer,
         minutes=arguments.minutes,
@@ -301,13 +279,7 @@ def begin(trainer: TargetTrainer, arguments: argparse.Namespace) -> None:
         with (LOGS / "target.csv").open(encoding="utf-8") as stream:
             last = list(csv.DictReader(stream))[-1]
         trainer.load_weights(arguments.export, int(last["tokens"]), int(last["step"]))
-    progress = trainer.progress
-    if arguments.new_leg or not progress.leg_tokens:
-        if not arguments.tokens:
-            raise ValueError("--tokens is needed: the length of the leg")
-        progress.begin_leg(arguments.tokens)
-    elif arguments.tokens:
-        progress.leg_tokens = arguments.tokens
+    trainer.progress.enter_leg(arguments.tokens, fresh=arguments.new_leg)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def test_the_deployment_reaches_the_build(
     temperatures: tuple[float, ...],
 ) -> None:
     made: list[build.RunnerOptions] = []
-    monkeypatch.setattr(build, "load_model", lambda *args: None)
+    monkeypatch.setattr(build, "load_model", lambda *args, **options: None)
     monkeypatch.setattr(build, "make_runner", lambda model, options, clock: made.append(options))
     threads = torch.get_num_threads()
     build.build_runner(load_config(None, ["speculation.num_draft_tokens=3", *overrides]))

@@ -10,6 +10,7 @@ from training.calibrate import (
     calibration_error,
     coupled_acceptance,
     fit,
+    survival_error,
 )
 
 
@@ -57,3 +58,15 @@ def test_each_slot_and_mode_has_its_own_temperature() -> None:
     for mode in MODES:
         assert found[mode]["temperature"] == pytest.approx(truth[mode], rel=0.02)
         assert max(found[mode]["error_after"]) < 0.01
+
+
+def test_survival_error_is_of_the_products() -> None:
+    """Of one constant confidence a slot, the error is the gap of the products."""
+    logits = torch.tensor([2.0, 1.0]).expand(500, 2)
+    accepted = (logits / 2.0).sigmoid()
+    observed = Observed(logits, torch.ones(500, 2, dtype=torch.bool), {"coupled": accepted})
+    before, after = survival_error(observed, "coupled", [2.0, 2.0])
+    first, second = logits[0].sigmoid(), accepted[0]
+    assert before[0] == pytest.approx(float(first[0] - second[0]), abs=1e-4)
+    assert before[1] == pytest.approx(float(first.prod() - second.prod()), abs=1e-4)
+    assert after == [0.0, 0.0]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,9 +20,13 @@ from training.draft_forward import (
     slot_losses,
 )
 from training.fast_forward import FastForward
+from training.schedule import Plan
 from training.train_drafter import DrafterTrainer, DraftPlan, run, start_from_target
 
 MakeModel = Callable[..., DraftModel]
+STORED_SIZES = {"moe_intermediate_size": 32, "head_dim": 32, "index_head_dim": 32}
+STORED_SIZES |= {"engram_head_dim": 32}
+"""Block formats want multiples of 32."""
 
 
 def make_rows() -> tuple[Tensor, Tensor]:
@@ -35,7 +40,8 @@ def make_rows() -> tuple[Tensor, Tensor]:
 
 def test_rounds_name_the_right_tokens() -> None:
     ids, targets = make_rows()
-    rounds = pick_rounds(ids, targets, 5, 34, torch.Generator().manual_seed(0))
+    answers = torch.ones_like(ids, dtype=torch.bool)
+    rounds = pick_rounds(ids, targets, answers, 5, 34, torch.Generator().manual_seed(0))
     assert sorted(rounds.positions[rounds.rows == 0].tolist()) == list(range(1, 35))
     for n in range(len(rounds.anchors)):
         row, at = int(rounds.rows[n]), int(rounds.positions[n])
@@ -48,12 +54,23 @@ def test_rounds_name_the_right_tokens() -> None:
                 assert rounds.drafted[n, slot] == targets[row, at + slot]
 
 
+def test_rounds_draft_answers_only() -> None:
+    ids, targets = make_rows()
+    answers = torch.zeros_like(ids, dtype=torch.bool)
+    answers[:, 8:20] = True
+    rounds = pick_rounds(ids, targets, answers, 5, 12, torch.Generator().manual_seed(0))
+    assert sorted(rounds.positions[rounds.rows == 0].tolist()) == list(range(8, 20))
+    for n, at in enumerate(rounds.positions.tolist()):
+        assert rounds.live[n].tolist() == [at + slot < 20 for slot in range(5)]
+
+
 def test_draft_hidden_equals_the_models(make_model: MakeModel) -> None:
     """Context keys are those strictly before the anchor, one window of them."""
     model = make_model(4)
     ids, targets = make_rows()
     taps = model(ids).taps
-    rounds = pick_rounds(ids, targets, 5, 6, torch.Generator().manual_seed(1))
+    answers = torch.ones_like(ids, dtype=torch.bool)
+    rounds = pick_rounds(ids, targets, answers, 5, 6, torch.Generator().manual_seed(1))
     keys, live = context_of(model, taps, rounds)
     hidden = draft_hidden(FastForward(model), rounds, keys, live)
     for n in range(len(rounds.anchors)):
@@ -89,30 +106,34 @@ def test_losses_by_hand() -> None:
     assert abs(float(draft_loss(pair, live)) - (3.0 + 5.0 * late) / (2.0 + late)) < 1e-6
 
 
-def test_short_run(make_model: MakeModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantised_from", [2.0, 0.5])
+def test_short_run(make_model: MakeModel, tmp_path: Path, quantised_from: float) -> None:
     """Acceptance rises, only the drafter moves, and a resumed run continues exactly."""
     stream = np.concatenate([np.r_[0, np.arange(30) % 17 + 3 + s] for s in range(40)])
-    plan = DraftPlan(batch=2, length=32, anchors=12, warmup_steps=2)
-    rows = Rows(stream.astype(np.uint16), plan.length, 0, 1)
+    plan = DraftPlan(Plan(shape=(2, 32), warmup_steps=2, quantised_from=quantised_from), anchors=12)
+    rows = Rows(stream.astype(np.uint16), 32, 0, 1)
 
     def fresh() -> DrafterTrainer:
-        model = make_model(5, dtype=torch.float32)
+        model = make_model(5, dtype=torch.float32, **STORED_SIZES)
         start_from_target(model)
-        return DrafterTrainer(model, rows, plan, None)
+        trainer = DrafterTrainer(model, [rows, rows], plan, None)
+        trainer.progress.begin_leg(16 * 64)
+        return trainer
 
     whole = fresh()
     before = {n: p.clone() for n, p in whole.model.named_parameters()}
-    figures = [whole.train_step(step / 16) for step in range(16)]
+    figures = [whole.train_step() for _ in range(16)]
+    assert whole.progress.share() == 1.0
     assert figures[-1]["loss"] < figures[0]["loss"] - 0.1
     changed = {n for n, p in whole.model.named_parameters() if not torch.equal(p, before[n])}
     assert changed and all(name.startswith("mtp.") for name in changed)
     first = fresh()
-    for step in range(12):
-        first.train_step(step / 16)
+    for _ in range(12):
+        first.train_step()
     first.save(tmp_path / "state.pt", {})
     second = fresh()
     second.load(torch.load(tmp_path / "state.pt", weights_only=True))
-    rest = [second.train_step(step / 16)["loss"] for step in range(12, 16)]
+    rest = [second.train_step()["loss"] for _ in range(12, 16)]
     assert rest == [row["loss"] for row in figures[12:]]
 
 
@@ -121,10 +142,10 @@ def test_run_logs_and_exports(
 ) -> None:
     stream = np.concatenate([np.r_[0, np.arange(30) % 17 + 3 + s] for s in range(40)])
     rows = Rows(stream.astype(np.uint16), 32, 0, 1)
-    trainer = DrafterTrainer(
-        make_model(5, dtype=torch.float32), rows, DraftPlan(batch=2, length=32, anchors=4), None
-    )
+    plan = DraftPlan(Plan(shape=(2, 32)), anchors=4)
+    trainer = DrafterTrainer(make_model(5, dtype=torch.float32), [rows], plan, None)
+    trainer.progress.begin_leg(2 * 64)
     save = (tmp_path / "drafter.pt", tmp_path / "export", make_raw())
-    run(trainer, 0.0, 2, tmp_path, save)
+    run(trainer, 60.0, tmp_path, save)
     assert len((tmp_path / "drafter.csv").read_text().splitlines()) == 3
     assert (tmp_path / "export" / "model.safetensors").is_file()

@@ -56,6 +56,35 @@ def test_equals_the_models_forward(make_model: MakeModel, dense: bool, trace: bo
             torch.testing.assert_close(mass2, mass, rtol=0, atol=1e-9)
 
 
+def test_records_round_where_a_cache_does(make_model: MakeModel) -> None:
+    model = make_model(3, head_dim=32, index_head_dim=32)
+    ids = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
+    fast = FastForward(model)
+    plain, rounded = fast(ids, dense=False).hidden, fast(ids, dense=False, records=True).hidden
+    assert float((plain - rounded).abs().max()) > 1e-3
+    expected = model(ids, kv_cache="v41").hidden
+    close = (rounded - expected).abs().amax(-1) < 1e-4
+    # A key on the edge of two codes, or a tie in the selection, may fall to the other side.
+    assert float(close.double().mean()) > 0.9
+
+
+def test_mean_loss_weighs_targets(make_model: MakeModel) -> None:
+    model = make_model(3)
+    ids = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+    targets = ids.roll(-1)
+    targets[0, 3] = -100
+    weights = torch.ones(2, 16)
+    weights[1] = 0.25
+    fast = FastForward(model)
+    output = fast(ids, dense=False)
+    each = F.cross_entropy(
+        model.head_logits(output.hidden).flatten(0, 1), targets.flatten(), reduction="none"
+    ).view(2, 16)
+    expected = (each[0].sum() + 0.25 * each[1].sum()) / (15 + 4)
+    torch.testing.assert_close(fast.mean_loss(output, targets, weights), expected)
+    torch.testing.assert_close(fast.mean_loss(output, targets), each.sum() / 31)
+
+
 def test_selection_changes_the_loss(make_model: MakeModel) -> None:
     """The top-k form differs from the dense one, so that the test above compares two things."""
     model = make_model(3)

@@ -1,6 +1,7 @@
 """A short target run: the loss falls, and a resumed run continues exactly."""
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from decodegrid.graphs.checkpoint import load_model
 from training import train_target
 from training.batches import IGNORED, Rows
 from training.optimizer import orthogonalise
-from training.train_target import Plan, TargetTrainer, begin, index_loss, rate_factor, run
+from training.quantised import stored_values
+from training.schedule import Plan, rate_factor
+from training.train_target import TargetTrainer, begin, index_loss, run
 
 PLAN = Plan(
     shape=(2, 32),
@@ -24,17 +27,24 @@ PLAN = Plan(
     index_every=2,
     save_seconds=1e9,
 )
+STORED_SIZES = {"moe_intermediate_size": 32, "head_dim": 32, "index_head_dim": 32}
+STORED_SIZES |= {"engram_head_dim": 32}
+"""Block formats want multiples of 32."""
 STEPS = 20
 TOKENS = 1408
 """Of STEPS steps: 64 each, and 128 in steps 7 and 15."""
 
 
-def make_trainer(make_raw: Callable[..., dict[str, Any]]) -> TargetTrainer:
+def make_trainer(
+    make_raw: Callable[..., dict[str, Any]], plan: Plan = PLAN, **changes: int
+) -> TargetTrainer:
     """A trainer on a stream with a rule: each document counts upwards."""
     pieces = [np.r_[0, np.arange(20) % 17 + 3 + shift] for shift in range(60)]
     stream = np.concatenate(pieces).astype(np.uint16)
     streams = {name: stream for name in ("train", "heldout_counts")}
-    return TargetTrainer(make_raw(), [i % 64 for i in range(96)], streams, PLAN, None)
+    marks = np.arange(len(stream)) % 3 > 0
+    classes = [i % 64 for i in range(96)]
+    return TargetTrainer(make_raw(**changes), classes, streams, plan, None, marks)
 
 
 def test_loss_falls_and_resume_is_exact(
@@ -55,6 +65,33 @@ def test_loss_falls_and_resume_is_exact(
     rest = [second.train_step()["loss"] for _ in range(15, STEPS)]
     assert rest == losses[15:]
     assert second.progress.tokens == TOKENS
+
+
+def test_the_quantised_part_trains_and_exports_rounded_weights(
+    make_raw: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    plan = dataclasses.replace(PLAN, quantised_from=0.5, long_rows=())
+    trainer = make_trainer(make_raw, plan, **STORED_SIZES)
+    trainer.progress.begin_leg(STEPS * 64)
+    losses = [trainer.train_step()["loss"] for _ in range(10)]
+    assert trainer.quantised
+    losses += [trainer.train_step()["loss"] for _ in range(10)]
+    assert losses[-1] < losses[9] < losses[0]
+    trainer.export(tmp_path)
+    exported = dict(load_model(tmp_path).named_parameters())
+    name = "layers.2.ffn.experts.w1"
+    own = dict(trainer.model.named_parameters())[name].detach()
+    assert torch.equal(exported[name].float(), stored_values(name, own))
+    assert not torch.equal(own, stored_values(name, own))
+
+
+def test_prompt_targets_weigh_less(make_raw: Callable[..., dict[str, Any]]) -> None:
+    trainer = make_trainer(make_raw)
+    ids, _, weights = trainer.batch(0)
+    marks = trainer.train_rows[32].answer_targets(0, 2)
+    assert ids.shape == weights.shape == marks.shape
+    assert 0 < int(marks.sum()) < marks.numel()
+    torch.testing.assert_close(weights, torch.where(marks, 1.0, PLAN.prompt_weight))
 
 
 def test_every_so_many_steps_is_one_long_row(make_raw: Callable[..., dict[str, Any]]) -> None:
@@ -147,10 +184,23 @@ def test_index_loss_is_zero_at_the_target_and_only_there() -> None:
 
 def test_rate_factor() -> None:
     plan = Plan(warmup_steps=10, flat_until=0.5, final_factor=0.02)
+    half = Plan(warmup_steps=10, flat_until=0.5, final_factor=0.02, peak=0.5)
+    assert rate_factor(half, 4, 0.0) == 0.25
     assert rate_factor(plan, 4, 0.0) == 0.5
     assert rate_factor(plan, 100, 0.5) == 1.0
     assert abs(rate_factor(plan, 100, 0.75) - 0.51) < 1e-12
     assert abs(rate_factor(plan, 100, 1.0) - 0.02) < 1e-12
+
+
+def test_rows_mark_answer_targets() -> None:
+    stream = np.array([0, 5, 6, 0, 7, 8, 9, 0, 4, 3, 2, 6, 0], dtype=np.uint16)
+    marks = stream > 5
+    rows = Rows(stream, 4, 0, 3, marks)
+    ids, targets = rows.batch(0, 2)
+    assert torch.equal(rows.answer_targets(0, 2), targets > 5)
+    assert bool(Rows(stream, 4, 0, 3).answer_targets(0, 2).all()) and ids.shape == (2, 4)
+    with pytest.raises(ValueError, match="3 marks for a stream of 13"):
+        Rows(stream, 4, 0, 3, marks[:3])
 
 
 def test_rows_start_at_documents_and_leave_out_document_starts() -> None:
