@@ -9,6 +9,7 @@ ConfigError with a line for everything that is wrong.
 import codecs
 import difflib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ FROM_SET = "--set"
 _MESSAGES = MappingProxyType(
     {
         "bool_type": "must be true or false",
+        "byte_size": "must be a whole number of bytes, or a size such as 512MiB",
+        "byte_size_unit": "must be a whole number of bytes, or a size such as 512MiB",
         "finite_number": "must be a finite number",
         "float_type": "must be a number",
         "int_type": "must be a whole number",
@@ -98,7 +101,9 @@ class LoadedConfig:
     def _resolve(self, key: str, text: str) -> Path:
         """A path of the file is relative to the file, one of the command line to where it ran."""
         base = Path.cwd() if self.origins[key] == FROM_SET else self.path.parent
-        return (base / Path(text).expanduser()).resolve()
+        # Not pathlib's forms: they raise for a user or a circle of links that leads nowhere, which
+        # whoever opens the path reports with its name.
+        return Path(os.path.realpath(base / os.path.expanduser(text)))
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:

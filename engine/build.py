@@ -24,16 +24,22 @@ from decodegrid.configs.load import LoadedConfig
 from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.cache_leftovers import remove_leftovers
 from decodegrid.engine.compute_dtypes import DTYPES
-from decodegrid.engine.deployment_check import capacity_of, check_model, check_settings
+from decodegrid.engine.deployment_check import (
+    capacity_of,
+    check_model,
+    check_settings,
+    weight_form,
+)
 from decodegrid.engine.pool_size import (
     cache_line,
     measure_free_bytes,
+    pool_key,
     resolve_num_blocks,
     size_pool,
 )
 from decodegrid.engine.region_facts import region_facts
 from decodegrid.engine.runner import PrefillKey, Runner
-from decodegrid.graphs.checkpoint import WeightForm, load_model
+from decodegrid.graphs.checkpoint import load_model
 from decodegrid.graphs.decode_step import decode_step
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.model_config import ModelConfig
@@ -113,14 +119,6 @@ def capture_graphs(
     return decode, {key.num_tokens: graph for key, graph in prefill.items()}
 
 
-def weight_form(config: DeploymentConfig, model: ModelConfig) -> WeightForm:
-    """`model.weights` of a deployment, "auto" resolved: expanded on the CPU and for checkpoints of
-    floats, packed on CUDA."""
-    if config.model.weights != "auto":
-        return config.model.weights
-    return "packed" if model.quantized and config.model.device == "cuda" else "expanded"
-
-
 def storage_dtype(options: RunnerOptions) -> torch.dtype | None:
     """What float matrices are stored in beside the model's dtype; None for that dtype itself."""
     # The native kernel reads bfloat16 under float32; plain regions would widen at every call.
@@ -138,10 +136,10 @@ def start_up_report(clock: PhaseClock, counters: CaptureCounters, notes: Sequenc
 
 
 @contextmanager
-def named_allocation(capacity: Capacity) -> Iterator[None]:
-    """Turn torch's want of memory into a ValueError that names the settings which decide it.
+def named_allocation(what: str) -> Iterator[None]:
+    """Turn torch's want of memory into a ValueError.
 
-    capacity: with the number of blocks that is asked for. Any other error passes as it is.
+    what: is allocated, with the settings that decide how large it is. Any other error passes.
     """
     try:
         yield
@@ -152,10 +150,16 @@ def named_allocation(capacity: Capacity) -> Iterator[None]:
         ):
             raise
         first_line = next(iter(str(error).splitlines()), "out of memory")
-        raise ValueError(
-            f"not enough memory for a pool of {capacity.num_blocks} blocks (cache.num_blocks) and "
-            f"scheduler.max_num_reqs = {capacity.num_slots - 1}: {first_line}"
-        ) from error
+        raise ValueError(f"not enough memory for {what}: {first_line}") from error
+
+
+def state_words(capacity: Capacity, deployment: DeploymentConfig | None) -> str:
+    """The state that a capacity asks for, with the settings behind it; a capacity without a
+    deployment was given its number of blocks."""
+    blocks = capacity.num_blocks
+    key = "cache.num_blocks" if deployment is None else pool_key(deployment, blocks)
+    requests = f"scheduler.max_num_reqs = {capacity.num_slots - 1}"
+    return f"a pool of {blocks} blocks ({key}) and {requests}"
 
 
 def with_pool(options: RunnerOptions, config: ModelConfig) -> tuple[Capacity, list[str]]:
@@ -176,12 +180,14 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
     config, capacity = model.config, options.capacity
     check_model(config, capacity)
     options.grid.check_coverage()
-    with clock.phase("allocate"), torch.no_grad(), named_allocation(capacity):
+    words = "the weights as steps read them (model.dtype, model.weights)"
+    with clock.phase("allocate"), torch.no_grad(), named_allocation(words):
         storage = storage_dtype(options)
         weights = pack_weights(model, with_drafter=capacity.num_draft_tokens > 0, storage=storage)
     # Sized here, where the weights are in memory in the form that steps read.
     capacity, cache_notes = with_pool(options, config)
-    with clock.phase("allocate"), torch.no_grad(), named_allocation(capacity):
+    words = state_words(capacity, options.deployment)
+    with clock.phase("allocate"), torch.no_grad(), named_allocation(words):
         state = allocate_state(config, capacity, options.dtype, options.device)
         chunk = max(options.prefill_chunk_sizes)
         buffers = allocate_buffers(config, capacity, chunk, options.dtype, options.device)
@@ -236,12 +242,14 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
     model_config = check_settings(loaded)
     remove_leftovers(loaded.cache_dir)
     torch.set_num_threads(config.model.num_threads)
-    with clock.phase("load"):
+    form = weight_form(config, model_config)
+    words = f"the weights of {loaded.checkpoint_dir} (model.dtype = {config.model.dtype}, {form})"
+    with clock.phase("load"), named_allocation(words):
         model = load_model(
             loaded.checkpoint_dir,
             config.model.device,
             dtype,
-            weights=weight_form(config, model_config),
+            weights=form,
             engram_tables=config.model.engram_tables,
             progress=config.compile.progress,
         )

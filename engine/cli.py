@@ -21,6 +21,7 @@ from decodegrid.engine.cli_generate import add_generate_parser
 from decodegrid.engine.cli_inspect import add_inspect_parser
 from decodegrid.engine.cli_profile import add_profile_parser
 from decodegrid.engine.llm import LLM
+from decodegrid.engine.terminal_text import printable
 
 EXIT_OK = 0
 EXIT_USER_ERROR = 2
@@ -81,10 +82,11 @@ def main(argv: Sequence[str] | None = None, build_llm: Callable[[LoadedConfig], 
 
 
 def one_line(error: Exception) -> str:
-    """An error's message on one line; a file error as `name: what`."""
+    """An error's message on one line, in characters that print; a file error as `name: what`."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{os.fspath(error.filename)!s}: {error.strerror}"
-    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        return printable(f"{os.fspath(error.filename)!s}: {error.strerror}")
+    lines = (line.strip() for line in str(error).splitlines())
+    return printable("; ".join(line for line in lines if line))
 
 
 def _discard_stdout() -> None:

@@ -43,4 +43,7 @@ def _check(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -
 
     check_deployment(loaded)
     print(f"{loaded.path}: ok")
+    if loaded.config.cache.memory_fraction:
+        fraction = f"cache.memory_fraction = {loaded.config.cache.memory_fraction:g}"
+        print(f"{fraction}: the pool is sized at start, by the memory that is free then")
     return 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.llm import LLM
+from decodegrid.engine.terminal_text import printable
 
 if TYPE_CHECKING:
     from decodegrid.graphs.checkpoint_survey import Survey
@@ -167,7 +168,7 @@ def _cards(
 def format_report(report: dict[str, Any]) -> Iterator[str]:
     """The report of `make_report` as lines of text."""
     stored = "quantised weights" if report["quantized"] else "float weights"
-    yield f"{report['directory']}: {report['name']}, {stored}"
+    yield printable(f"{report['directory']}: {report['name']}, {stored}")
     yield (
         f"{_count(report['num_files'], 'file')}, {report['num_tensors']:,} tensors, "
         f"{report['weight_bytes']:,} bytes ({_gigabytes(report['weight_bytes'])})"
@@ -191,7 +192,8 @@ def _format_findings(findings: list[dict[str, Any]]) -> Iterator[str]:
     for found in findings:
         shown = "; ".join(found["examples"])
         more = found["count"] - len(found["examples"])
-        yield f"! {found['what']}: {found['count']:,} ({shown}{f'; {more:,} more' if more else ''})"
+        rest = f"; {more:,} more" if more else ""
+        yield printable(f"! {found['what']}: {found['count']:,} ({shown}{rest})")
 
 
 def _format_layers(layers: dict[str, Any]) -> Iterator[str]:

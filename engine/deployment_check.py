@@ -13,9 +13,15 @@ import torch
 
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.configs.schema import DeploymentConfig
+from decodegrid.engine.compute_dtypes import DTYPES
 from decodegrid.engine.pool_size import resolve_num_blocks
 from decodegrid.engine.tokenizer import Tokenizer
-from decodegrid.graphs.checkpoint import check_checkpoint, read_checkpoint_config
+from decodegrid.graphs.checkpoint import (
+    WeightForm,
+    check_form,
+    inspect_checkpoint,
+    read_checkpoint_config,
+)
 from decodegrid.graphs.kv_cache import check_channels
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.graphs.state import Capacity
@@ -35,6 +41,14 @@ def capacity_of(config: DeploymentConfig, num_blocks: int) -> Capacity:
         config.speculation.verify,
         config.cache.kv_cache,
     )
+
+
+def weight_form(config: DeploymentConfig, model: ModelConfig) -> WeightForm:
+    """`model.weights` of a deployment, "auto" resolved: expanded on the CPU and for checkpoints of
+    floats, packed on CUDA."""
+    if config.model.weights != "auto":
+        return config.model.weights
+    return "packed" if model.quantized and config.model.device == "cuda" else "expanded"
 
 
 def check_model(config: ModelConfig, capacity: Capacity) -> None:
@@ -91,12 +105,15 @@ def check_before_start(loaded: LoadedConfig) -> Tokenizer:
 
 
 def check_deployment(loaded: LoadedConfig) -> None:
-    """All that start-up checks before it compiles, the tensors of the checkpoint included.
+    """All that start-up checks before it compiles, the tensors of the checkpoint included, and
+    whether these can lie in memory as the deployment says.
 
     Raises ValueError (CheckpointError for the checkpoint) or OSError at the first thing found.
     """
     check_before_start(loaded)
-    check_checkpoint(loaded.checkpoint_dir)
+    checked, model = inspect_checkpoint(loaded.checkpoint_dir), loaded.config.model
+    form = weight_form(loaded.config, checked.model.config)
+    check_form(checked, model.device, DTYPES[model.dtype], form, model.engram_tables)
 
 
 def _check_surface_room(config: DeploymentConfig) -> None:

@@ -88,6 +88,16 @@ def resolve_num_blocks(config: DeploymentConfig, model: ModelConfig, free: int |
     return size_pool(config, model, free).num_blocks
 
 
+def pool_key(config: DeploymentConfig, num_blocks: int) -> str:
+    """The setting that decides that a pool has `num_blocks` blocks."""
+    cache = config.cache
+    if cache.num_blocks:
+        return "cache.num_blocks"
+    if num_blocks == config.num_blocks:  # what the requests can use, whatever the limit
+        return f"scheduler.max_model_len = {config.scheduler.max_model_len}"
+    return "cache.pool_bytes" if cache.pool_bytes else "cache.memory_fraction"
+
+
 def measure_free_bytes(config: DeploymentConfig) -> int | None:
     """Free bytes of the deployment's device if its pool is a share of them, else None."""
     return free_bytes(config.model.device) if config.cache.memory_fraction else None

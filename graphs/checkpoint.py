@@ -24,6 +24,7 @@ from decodegrid.graphs.checkpoint_files import (
     StoredTensor,
     read_headers,
     read_json_object,
+    read_small_file,
     write_json,
     write_tensors,
 )
@@ -102,22 +103,16 @@ def load_model(
     _check_choice("weights", weights, ("expanded", "packed_experts", "packed"))
     _check_choice("engram_tables", engram_tables, ("memory", "mapped"))
     device = torch.device(device)
-    if engram_tables == "mapped" and device.type != "cpu":
-        raise ValueError(f"engram_tables is 'mapped', which needs device cpu; device is {device}")
     checked = inspect_checkpoint(checkpoint_dir)
+    check_form(checked, device.type, dtype, weights, engram_tables)
     model, quantized = checked.model, checked.model.config.quantized
     mapped = _table_names(model) if engram_tables == "mapped" else []
-    if weights != "expanded" and not quantized:
-        raise CheckpointError(
-            f"{checked.directory}: weights is {weights!r}, but the checkpoint is stored as floats; "
-            "must be 'expanded'"
-        )
     for name in mapped if quantized else ():
         pack_table(model, name)
     if weights != "expanded":
         use_packed_modules(model, weights)
     allocate(model, device, dtype, mapped)
-    map_tables(model, checked.stored, mapped, dtype)
+    map_tables(model, checked.stored, mapped)
     fill(model, checked.stored, quantized=quantized, mapped=mapped, progress=progress)
     model.cast(dtype)
     if checked.classes is not None:
@@ -129,6 +124,38 @@ def load_model(
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; must be one of {', '.join(allowed)}")
+
+
+def check_form(
+    checked: CheckedCheckpoint,
+    device: str,
+    dtype: torch.dtype,
+    weights: WeightForm,
+    engram_tables: Literal["memory", "mapped"],
+) -> None:
+    """Whether a checkpoint can lie in memory as `load_model` is asked to.
+
+    Raises CheckpointError for floats that are to be packed and for tables of floats that are to
+    stay mapped in another dtype than `dtype`; ValueError for mapped tables on another device than
+    the CPU. Reads nothing.
+    """
+    quantized = checked.model.config.quantized
+    if weights != "expanded" and not quantized:
+        raise CheckpointError(
+            f"{checked.directory}: weights is {weights!r}, but the checkpoint is stored as floats; "
+            "must be 'expanded'"
+        )
+    if engram_tables != "mapped":
+        return
+    if device != "cpu":
+        raise ValueError(f"engram_tables is 'mapped', which needs device cpu; device is {device}")
+    for name in () if quantized else _table_names(checked.model):
+        weight = checked.stored[f"{name}.weight"]
+        if FLOAT_DTYPES[weight.dtype] != dtype:
+            raise CheckpointError(
+                f"{weight.path}: tensor {name}.weight is stored as {weight.dtype}; a table of "
+                f"floats can stay mapped only in the model's dtype, which is {dtype}"
+            )
 
 
 def _table_names(model: DraftModel) -> list[str]:
@@ -156,9 +183,9 @@ def inspect_checkpoint(checkpoint_dir: str | Path) -> CheckedCheckpoint:
                 f"{directory / 'config.json'}: text_config.{name} is {getattr(config, name)}, but "
                 f"the checkpoint has {len(stored)} tensors in all"
             )
+    check_tensors(stored, config, directory)
     with torch.device("meta"):
         model = DraftModel(config)
-    check_tensors(stored, tensor_slots(model), directory, quantized=config.quantized)
     classes = _read_token_classes(directory, config)
     return CheckedCheckpoint(directory, model, stored, classes)
 
@@ -285,8 +312,10 @@ def _read_token_classes(directory: Path, config: ModelConfig) -> Tensor | None:
     if not config.engram_layer_ids or not path.is_file():
         return None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small_file(path).decode("utf-8")
         classes = compressed_token_classes(Tokenizer.from_str(text))
+    except CheckpointError:
+        raise
     except Exception as error:  # the tokenizers library raises plain Exception
         raise CheckpointError(f"{path}: not a readable tokenizer: {error}") from None
     if len(classes) > config.vocab_size:

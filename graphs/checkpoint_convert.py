@@ -2,17 +2,13 @@
 
 Owns the way from one directory of files to another, weight by weight and without a model in memory,
 and the measurement of what the conversion changed. The result appears under its name when it is
-whole: it is written beside it and renamed.
+whole (graphs/whole_directory.py).
 
 Data flow: checked headers of the source -> each weight, read and converted -> shards of the
 target; the differences of the values -> one `KindReport` for each stored kind.
 """
 
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,6 +28,7 @@ from decodegrid.graphs.checkpoint_files import (
     INDEX_FILE,
     ShardReader,
     read_json_object,
+    read_small_file,
     write_json,
     write_tensors,
 )
@@ -55,6 +52,7 @@ from decodegrid.graphs.quant_layout import (
     scale_name,
     stored_kind,
 )
+from decodegrid.graphs.whole_directory import appears_whole, check_target
 
 StoredForm = Literal["fp8", "bf16", "f32"]
 """What a checkpoint stores: the released quantised format, or floats."""
@@ -106,9 +104,9 @@ def convert_checkpoint(
 
     to: "fp8" is the released quantised format; None means "fp8" for a checkpoint of floats and
     "bf16" for a quantised one. Image tensors, tokenizer.json and the other JSON files are copied.
-    `target_dir` must be absent or empty; until everything is written, it stays so. Needs memory
-    for one shard of the target. progress: draw a bar on standard error. Returns what changed, by
-    stored kind.
+    `target_dir` must be absent or empty; until everything is written, it holds at most a hidden
+    directory, which a failure takes along. Needs memory for one shard of the target. progress: draw
+    a bar on standard error. Returns what changed, by stored kind.
 
     Raises CheckpointError for a source that cannot be read, and ValueError for a target that cannot
     be written, for a form that the source already has and for weights that cannot be quantised.
@@ -125,18 +123,19 @@ def convert_checkpoint(
         parse_model_config(raw)
     except ConfigFieldError as error:
         raise ValueError(f"{checked.directory} cannot be stored as {form}: {error}") from None
-    target = _check_target(checked.directory, Path(target_dir))
+    target = check_target(checked.directory, Path(target_dir))
     conversion = _Conversion(checked, form)
-    with _appears_whole(target) as directory:
+    with appears_whole(target, last=_CONFIG_FILE) as directory:
+        # First, since what cannot be copied is found in no time.
+        for path in sorted(checked.directory.glob("*.json")):
+            if path.name not in (_CONFIG_FILE, INDEX_FILE):
+                (directory / path.name).write_bytes(read_small_file(path))
+        write_json(directory / _CONFIG_FILE, raw)
         total = sum(tensor.nbytes for tensor in checked.stored.values())
         with tqdm(
             total=total, unit="B", unit_scale=True, desc="converting", disable=not progress
         ) as bar:
             write_tensors(directory, conversion.tensors(bar.update), max_shard_bytes)
-        write_json(directory / _CONFIG_FILE, raw)
-        for path in sorted(checked.directory.glob("*.json")):
-            if path.name not in (_CONFIG_FILE, INDEX_FILE):
-                shutil.copyfile(path, directory / path.name)
     return list(conversion.reports.values())
 
 
@@ -156,34 +155,6 @@ def _target_form(checked: CheckedCheckpoint, to: StoredForm | None) -> StoredFor
     if same:
         raise ValueError(f"{checked.directory} is stored as {form} already")
     return form
-
-
-def _check_target(source: Path, target: Path) -> Path:
-    """The absolute target; ValueError unless it can be made beside what exists."""
-    target = target.resolve()
-    if target == source.resolve():
-        raise ValueError(f"{target} is both source and target")
-    if target.is_dir():
-        if any(target.iterdir()):
-            raise ValueError(f"{target} is not empty; a checkpoint is written to a new directory")
-    elif target.exists():
-        raise ValueError(f"{target} exists and is not a directory")
-    elif not target.parent.is_dir():
-        raise ValueError(f"there is no directory {target.parent} to write {target.name} in")
-    return target
-
-
-@contextmanager
-def _appears_whole(target: Path) -> Iterator[Path]:
-    """A new directory beside `target` that takes its place at the end, or is removed on failure."""
-    part = target.with_name(f".{target.name}.part-{secrets.token_hex(4)}")
-    part.mkdir()
-    try:
-        yield part
-        os.replace(part, target)  # also over an empty directory
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 class _Conversion:

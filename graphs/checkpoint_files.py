@@ -12,7 +12,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from torch import Tensor
 
 from decodegrid.graphs.checkpoint_names import CheckpointError, plain_name
 from decodegrid.graphs.model_config import unique_keys
+from decodegrid.graphs.safetensors_header import ITEM_BYTES, read_file_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARDS = "model-*-of-*.safetensors"
-_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4} | dict.fromkeys(
-    ("BF16", "F16", "I16", "U16"), 2
-)
+MAX_TEXT_BYTES = 100_000_000
+"""Longest JSON file that is read; the released model's index has 8 million bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +43,21 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data; for dtypes of whole bytes."""
-        return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 1)
+        """Bytes of its data."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@contextmanager
-def open_shard(path: Path) -> Iterator[Any]:
+# A file that the address space has no room for is a MemoryError, or torch's RuntimeError.
+_UNREADABLE = (SafetensorError, OSError, RuntimeError, MemoryError)
+
+
+def _open_shard(path: Path) -> Any:
     """An open safetensors file on the CPU; what is wrong with it becomes a CheckpointError."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     try:
-        with safe_open(path, framework="pt", device="cpu") as shard:
-            yield shard
-    except (SafetensorError, OSError) as error:
+        return safe_open(path, framework="pt", device="cpu")
+    except _UNREADABLE as error:
         raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from None
 
 
@@ -72,11 +73,11 @@ class ShardReader:
 
     def get(self, tensor: StoredTensor) -> Tensor:
         """The tensor as a read-only view; raises CheckpointError if its file cannot be read."""
+        if tensor.path not in self._shards:
+            self._shards[tensor.path] = _open_shard(tensor.path)
         try:
-            if tensor.path not in self._shards:
-                self._shards[tensor.path] = safe_open(tensor.path, framework="pt", device="cpu")
             return self._shards[tensor.path].get_tensor(tensor.stored_name)
-        except (SafetensorError, OSError, RuntimeError) as error:
+        except _UNREADABLE as error:
             raise CheckpointError(
                 f"{tensor.path}: tensor {tensor.stored_name} cannot be read: {error}"
             ) from None
@@ -86,12 +87,28 @@ class ShardReader:
         self._shards.clear()
 
 
+def read_small_file(path: Path) -> bytes:
+    """What a file beside the tensors holds.
+
+    Raises CheckpointError for one that is absent, is no regular file (a pipe would be waited for)
+    or is too long to be meant, and OSError for one that cannot be read.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is not a regular file")
+    with path.open("rb") as file:
+        data = file.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise CheckpointError(f"{path}: is longer than {MAX_TEXT_BYTES} bytes")
+    return data
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, or a CheckpointError that names the file."""
+    data = read_small_file(path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
+        raw = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -108,8 +125,11 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if index.is_file() and single.is_file():
         raise CheckpointError(f"{directory}: has both {SINGLE_FILE} and {INDEX_FILE}; keep one")
-    placed = _read_index(index) if index.is_file() else None
+    placed = read_weight_map(index) if index.is_file() else None
     names = [SINGLE_FILE] if placed is None else sorted(set(placed.values()))
+    for name in names if placed is not None else ():
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{directory / name}: no such file; {INDEX_FILE} lists it")
     found: dict[str, StoredTensor] = {}
     for name in names:
         for key, tensor in _read_header(directory / name):
@@ -128,28 +148,29 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_weight_map(path: Path) -> dict[str, str]:
+    """File name of each stored name in an index; CheckpointError for what is no index."""
     placed = read_json_object(path).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise CheckpointError(f"{path}: weight_map must be a non-empty object")
+    known: set[str] = set()
     for key, name in placed.items():
-        # A plain file name: an index must not lead out of its directory.
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or (name not in known and not _is_file_name(name)):
             raise CheckpointError(f"{path}: weight_map places {key} in {name!r}, not a file name")
-        if not (path.parent / name).is_file():
-            raise CheckpointError(f"{path.parent / name}: no such file; {INDEX_FILE} lists it")
+        known.add(name)
     return placed
 
 
+def _is_file_name(name: str) -> bool:
+    """Whether `name` alone names a file: an index must not lead out of its directory."""
+    return name.isprintable() and name not in ("", "..") and Path(name).name == name
+
+
 def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
-    with open_shard(path) as shard:
-        for stored_name in sorted(shard.keys()):
-            entry = shard.get_slice(stored_name)
-            shape = tuple(entry.get_shape())
-            yield (
-                plain_name(stored_name),
-                StoredTensor(path, stored_name, str(entry.get_dtype()), shape),
-            )
+    _open_shard(path)  # for the library's own checks: tensors are read through it
+    # The library takes the last of two entries of one name; here that is an error.
+    for stored_name, entry in sorted(read_file_header(path).entries.items()):
+        yield plain_name(stored_name), StoredTensor(path, stored_name, entry.dtype, entry.shape)
 
 
 def write_tensors(
@@ -158,7 +179,8 @@ def write_tensors(
     """Write named CPU tensors as one file, or as shards with an index above the limit.
 
     Holds one shard in memory at a time, since `tensors` may be made while they are written. A
-    tensor is never split. Leftovers of an earlier checkpoint in `directory` are removed.
+    tensor is never split. Leftovers of an earlier checkpoint in `directory` are removed. Raises
+    ValueError, which names the file, where one cannot be written.
     """
     parts: list[tuple[Path, list[str]]] = []
     total = 0
@@ -167,7 +189,10 @@ def write_tensors(
         path = directory / f".{SINGLE_FILE}.part{len(parts)}"
         path.touch()
         mode = path.stat().st_mode  # what the umask allows; save_file leaves a private file
-        save_file(shard, path)
+        try:
+            save_file(shard, path)
+        except SafetensorError as error:  # a full disk; the library has no OSError for it
+            raise ValueError(f"{path}: cannot be written: {error}") from None
         path.chmod(mode)
         parts.append((path, list(shard)))
 

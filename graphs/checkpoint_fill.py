@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from decodegrid.graphs.checkpoint_files import ShardReader, StoredTensor
-from decodegrid.graphs.checkpoint_names import (
-    FLOAT_DTYPES,
-    CheckpointError,
-    TensorSlot,
-    tensor_slots,
-)
+from decodegrid.graphs.checkpoint_names import CheckpointError, TensorSlot, tensor_slots
 from decodegrid.graphs.model import EngramTable, is_wide_parameter
 from decodegrid.graphs.packed_modules import PackedModule, PackedTable
 from decodegrid.graphs.quant_layout import (
@@ -53,13 +48,10 @@ def allocate(
                 setattr(module, leaf, torch.empty_like(buffer, device=device))
 
 
-def map_tables(
-    model: nn.Module, stored: dict[str, StoredTensor], names: Sequence[str], dtype: torch.dtype
-) -> None:
+def map_tables(model: nn.Module, stored: dict[str, StoredTensor], names: Sequence[str]) -> None:
     """Give the Engram tables `names` (modules of the model) views of their mapped files.
 
-    No value is read, so NaN codes are not refused here. Raises CheckpointError for a table of
-    floats in another dtype than `dtype`.
+    No value is read, so NaN codes are not refused here; floats have the dtype of their file.
     """
     reader = ShardReader()
     for name in names:
@@ -69,11 +61,6 @@ def map_tables(
             module.codes = as_bytes(reader.get(weight))
             module.scales = as_bytes(reader.get(stored[scale_name(f"{name}.weight")]))
         elif isinstance(module, EngramTable):
-            if FLOAT_DTYPES[weight.dtype] != dtype:
-                raise CheckpointError(
-                    f"{weight.path}: tensor {name}.weight is stored as {weight.dtype}; a table of "
-                    f"floats can stay mapped only in the model's dtype, which is {dtype}"
-                )
             module.weight = nn.Parameter(reader.get(weight), requires_grad=False)
         else:
             raise TypeError(f"{name} is {type(module).__name__}, no Engram table")

@@ -28,7 +28,7 @@ from decodegrid.graphs.quant_layout import (
     stored_shapes,
 )
 
-MAX_TENSORS = 10_000_000
+MAX_TENSORS = 1_000_000
 """Most tensors that are enumerated; the released model has 96,085."""
 
 Weight = tuple[str, tuple[int, ...]]

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from decodegrid.graphs.checkpoint_files import INDEX_FILE, SINGLE_FILE, read_json_object
+from decodegrid.graphs.checkpoint_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    read_json_object,
+    read_weight_map,
+)
 from decodegrid.graphs.checkpoint_inventory import (
     MAX_TENSORS,
     StoredSpec,
@@ -145,7 +150,7 @@ def _read_stored(directory: Path) -> _Stored:
         raise CheckpointError(
             f"{directory}: not a checkpoint: has neither {SINGLE_FILE} nor {INDEX_FILE}"
         )
-    placed = _read_weight_map(index) if index.is_file() else None
+    placed = read_weight_map(index) if index.is_file() else None
     names = [SINGLE_FILE] if placed is None else sorted(set(placed.values()))
     stored = _Stored({}, len(names), "whole", 0, [])
     absent, empty, cut, twice, elsewhere = [], [], [], [], []
@@ -185,19 +190,6 @@ def _read_stored(directory: Path) -> _Stored:
         ("tensors are not where the index places them", unkept),
     )
     return stored
-
-
-def _read_weight_map(path: Path) -> dict[str, str]:
-    placed = read_json_object(path).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
-        raise CheckpointError(f"{path}: weight_map must be a non-empty object")
-    known: set[str] = set()
-    for key, name in placed.items():
-        # A plain file name: an index must not lead out of its directory.
-        if not isinstance(name, str) or (name not in known and Path(name).name != name):
-            raise CheckpointError(f"{path}: weight_map places {key} in {name!r}, not a file name")
-        known.add(name)
-    return placed
 
 
 def _findings(*lists: tuple[str, list[str]]) -> Iterator[Finding]:

@@ -257,6 +257,7 @@ def _check_engram(config: "ModelConfig") -> None:
             "engram_compressed_vocab_size",
             f"must be at most vocab_size {config.vocab_size}",
         )
+    _check_engram_columns(config)
     primes = table_primes(len(layers), config.engram_columns, config.engram_vocab_size)
     rows = [sum(columns) for columns in primes]
     if list(config.engram_num_embeddings) != rows:
@@ -264,6 +265,20 @@ def _check_engram(config: "ModelConfig") -> None:
             config,
             "engram_num_embeddings",
             f"the primes from engram_vocab_size {config.engram_vocab_size} on sum to {rows}",
+        )
+
+
+def _check_engram_columns(config: "ModelConfig") -> None:
+    """Before the primes are searched for: columns that no number of rows could be the sum of."""
+    columns, least = config.engram_columns, config.engram_vocab_size
+    needed = columns * least + columns * (columns - 1) // 2  # no two columns are alike
+    if needed >= 2**31:
+        raise _bad(
+            config,
+            "engram_num_embeddings",
+            f"the {columns} columns of engram_max_ngram_size {config.engram_max_ngram_size} and "
+            f"engram_n_heads {config.engram_n_heads}, each of engram_vocab_size {least} rows or "
+            f"more, need {needed}, which must be below 2**31",
         )
 
 

@@ -33,6 +33,8 @@ ITEM_BYTES = MappingProxyType(
 """Bytes of an element by its safetensors dtype."""
 
 _MAX_BYTES = 2**63
+_MAX_AXES = 8
+"""Of a tensor here; a shape of a million large axes would take minutes to multiply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def read_file_header(path: Path) -> FileHeader:
         raise CheckpointError(f"{path}: the header is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: the header must hold a JSON object")
-    raw.pop("__metadata__", None)
+    _check_metadata(path, raw.pop("__metadata__", {}))
     places = {name: _read_entry(path, name, value) for name, value in raw.items()}
     end = 0
     for name, (begin, entry) in sorted(places.items(), key=_offset):
@@ -96,6 +98,11 @@ def read_file_header(path: Path) -> FileHeader:
         end += entry.num_bytes
     entries = {name: entry for name, (_, entry) in places.items()}
     return FileHeader(path, entries, end, size - 8 - length)
+
+
+def _check_metadata(path: Path, metadata: object) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ must be an object of texts")
 
 
 def _offset(item: tuple[str, tuple[int, HeaderEntry]]) -> tuple[int, int]:
@@ -119,10 +126,10 @@ def _read_entry(path: Path, name: str, raw: Any) -> tuple[int, HeaderEntry]:
     dtype, shape, offsets = raw.get("dtype"), raw.get("shape"), raw.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise bad(f"dtype is {dtype!r}; known are {', '.join(ITEM_BYTES)}")
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise bad(f"shape is {shape!r}; must be a list of counts")
+    if not isinstance(shape, list) or len(shape) > _MAX_AXES or not all(map(_is_count, shape)):
+        raise bad(f"shape is {shape!r:.100}; must be a list of at most {_MAX_AXES} counts")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise bad(f"data_offsets is {offsets!r}; must be two counts")
+        raise bad(f"data_offsets is {offsets!r:.100}; must be two counts")
     begin, end = offsets
     num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if end - begin != num_bytes:

@@ -12,6 +12,7 @@ Source: DeepSeek-V4.1-Flash `inference/kernel.py`; OCP Microscaling Formats v1.0
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,11 @@ Q4N_BLOCK = 16
 WEIGHT_TILE = 32
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
+
+# Rounded to float32 before they multiply, as in the released kernels. Numbers: a tensor made of one
+# would be a copy from the host, which a captured step must not do.
+_E4M3_RECIPROCAL = float(np.float32(1.0 / E4M3_MAX))
+_E2M1_RECIPROCAL = float(np.float32(1.0 / E2M1_MAX))
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _Q8_FLOOR = 1e-4
@@ -97,7 +103,7 @@ def quantise_q8(x: Tensor) -> Blocks:
     x: (..., D) finite float, D a multiple of 32. Raises ValueError otherwise.
     """
     blocks = _blocks(x, Q8_BLOCK)
-    scales = _power_of_two_scale(blocks, _Q8_FLOOR, E4M3_MAX)
+    scales = _power_of_two_scale(blocks, _Q8_FLOOR, _E4M3_RECIPROCAL)
     codes = encode_e4m3(blocks / decode_e8m0(scales).unsqueeze(-1))
     return Blocks(codes.flatten(-2), scales)
 
@@ -114,7 +120,7 @@ def quantise_q4x(x: Tensor) -> Blocks:
     x: (..., D) finite float, D a multiple of 32. Raises ValueError otherwise.
     """
     blocks = _blocks(x, Q4X_BLOCK)
-    scales = _power_of_two_scale(blocks, _Q4X_FLOOR, E2M1_MAX)
+    scales = _power_of_two_scale(blocks, _Q4X_FLOOR, _E2M1_RECIPROCAL)
     codes = encode_e2m1(blocks / decode_e8m0(scales).unsqueeze(-1))
     return Blocks(pack_nibbles(codes.flatten(-2)), scales)
 
@@ -206,10 +212,8 @@ def _blocks(x: Tensor, size: int) -> Tensor:
     return x.to(torch.float32).unflatten(-1, (-1, size))
 
 
-def _power_of_two_scale(blocks: Tensor, floor: float, largest: float) -> Tensor:
-    """E8M0 bytes of 2 ** ceil(log2(amax / largest)), by exponent field and mantissa."""
-    # The reciprocal is rounded to float32 first, as the released kernels do.
-    reciprocal = torch.tensor(1.0 / largest, dtype=torch.float32, device=blocks.device)
+def _power_of_two_scale(blocks: Tensor, floor: float, reciprocal: float) -> Tensor:
+    """E8M0 bytes of 2 ** ceil(log2(amax * reciprocal)), by exponent field and mantissa."""
     bits = (blocks.abs().amax(-1).clamp(min=floor) * reciprocal).view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
     return exponent.to(torch.uint8)

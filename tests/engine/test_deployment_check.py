@@ -171,6 +171,28 @@ def test_tensor_files(refusal: Refusal, checkpoint: Path) -> None:
     assert refusal() == f"{checkpoint}: tensor {name} missing"
 
 
+def test_a_form_in_memory_that_the_checkpoint_does_not_have(
+    refusal: Refusal,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stored_as = "but the checkpoint is stored as floats; must be 'expanded'"
+    for form in ("packed", "packed_experts"):
+        assert refusal(f"model.weights={form}") == f"{checkpoint}: weights is '{form}', {stored_as}"
+    tables = "model.engram_tables=mapped"
+    assert refusal(tables) == (
+        f"{checkpoint / 'model.safetensors'}: tensor layers.1.engram.embed.weight is stored as "
+        "BF16; a table of floats can stay mapped only in the model's dtype, which is torch.float32"
+    )
+    own = [f"--set=model.checkpoint={checkpoint}", f"--set={tables}"]
+    assert main(["config", "check", *own, "--set=model.dtype=bfloat16"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    wanted = "engram_tables is 'mapped', which needs device cpu; device is cuda"
+    assert refusal(tables, "model.device=cuda") == wanted
+
+
 def test_a_cache_directory_that_cannot_be_written(refusal: Refusal, tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
@@ -206,6 +228,10 @@ def test_a_good_deployment_reads_and_writes_nothing_more(
     assert not cache.exists()
     assert main(["config", "check", *settings, "--set=speculation.num_draft_tokens=0"]) == 0
     assert main(["config", "check", *settings, "--set=scheduler.max_model_len=7"]) == 0
+    capsys.readouterr()
+    assert main(["config", "check", *settings, "--set=cache.memory_fraction=0.25"]) == 0
+    note = "the pool is sized at start, by the memory that is free then"
+    assert capsys.readouterr().out.splitlines()[1:] == [f"cache.memory_fraction = 0.25: {note}"]
 
 
 def test_neither_command_imports_a_compiler_and_show_needs_no_checkpoint() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from decodegrid.configs.load import load_config
 from decodegrid.engine import build
-from decodegrid.engine.build import build_runner, weight_form
+from decodegrid.engine.build import build_runner
+from decodegrid.engine.deployment_check import weight_form
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.model_config import ModelConfig, parse_model_config
 from decodegrid.graphs.packed_modules import (

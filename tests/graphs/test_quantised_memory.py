@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from decodegrid.graphs.checkpoint import config_of_quantised
-from decodegrid.graphs.checkpoint_check import expected_tensors
 from decodegrid.graphs.checkpoint_files import write_json, write_tensors
-from decodegrid.graphs.checkpoint_names import FLOAT_DTYPES, tensor_slots
-from decodegrid.graphs.drafter import DraftModel
+from decodegrid.graphs.checkpoint_inventory import released_tensors
+from decodegrid.graphs.checkpoint_names import FLOAT_DTYPES
 from decodegrid.graphs.model_config import parse_model_config
 
 SHARD = 8 * 2**20
@@ -43,13 +42,12 @@ print(json.dumps({"growth": peak() - before, "model": sum(t.nbytes for t in tens
 
 def write_random(directory: Path, raw: dict[str, Any], shard_bytes: int) -> None:
     """A quantised checkpoint with random bytes in it, made without a model in memory."""
-    with torch.device("meta"):
-        model = DraftModel(parse_model_config(raw))
+    config = parse_model_config(raw)
     draw = torch.Generator().manual_seed(51)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for tensor in expected_tensors(tensor_slots(model), quantized=True):
-            dtype = tensor.dtypes[0]
+        for tensor in released_tensors(config, None):
+            dtype = tensor.dtype
             if dtype in FLOAT_DTYPES:
                 yield tensor.name, torch.full(tensor.shape, 0.01, dtype=FLOAT_DTYPES[dtype])
             elif dtype == "F8_E8M0":

@@ -1,7 +1,9 @@
 """Quantisation references: published vectors, every byte of every format, nearest-code rules."""
 
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -180,6 +182,35 @@ def test_values_are_exact_in_bfloat16_and_q8_is_idempotent() -> None:
         assert (values - x.float()).abs().max() < 0.5 * x.abs().max()
     again = quantise_q8(dequantise_q8(quantise_q8(x)))
     assert torch.equal(dequantise_q8(again), dequantise_q8(quantise_q8(x)))
+
+
+def test_scales_come_from_a_float32_product() -> None:
+    """The reciprocal of the largest code is rounded first; around powers of two that decides."""
+    quantises = ((quantise_q8, np.float32(1 / 448)), (quantise_q4x, np.float32(1 / 6)))
+    for quantise, reciprocal in quantises:
+        for exponent in range(-10, 60):
+            centre = np.float32(2.0**exponent) / reciprocal
+            below, above = np.nextafter(centre, np.float32([0, np.inf]))
+            for amax in (below, centre, above):
+                x = torch.zeros(32)
+                x[7] = -float(amax)
+                wanted = math.ceil(math.log2(float(np.float32(amax) * reciprocal)))
+                assert quantise(x).scales.tolist() == [127 + wanted], (exponent, amax)
+
+
+@pytest.mark.parametrize("quantise", [quantise_q8, quantise_q4x, quantise_q4n])
+def test_quantising_makes_no_tensor_of_a_number(
+    quantise: Callable[[Tensor], Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would be a copy from the host, which a captured CUDA graph cannot hold."""
+
+    def never(*args: object, **options: object) -> Tensor:
+        raise AssertionError("a tensor was made of Python numbers")
+
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(8))
+    for name in ("tensor", "as_tensor", "from_numpy"):
+        monkeypatch.setattr(torch, name, never)
+    quantise(x)
 
 
 def test_q4n_scale_saturates() -> None:
