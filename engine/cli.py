@@ -3,7 +3,7 @@
 Owns the command line's grammar and what becomes of an error: one line on standard error and exit
 status 2 for what a user can cause, 130 after Ctrl-C, 141 when the reader of the output has gone.
 The subcommands do the work in cli_generate.py, cli_chat.py,
-cli_config.py, cli_profile.py, cli_inspect.py and cli_convert.py.
+cli_batch.py, cli_config.py, cli_profile.py, cli_inspect.py and cli_convert.py.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from decodegrid import __version__
 from decodegrid.configs.load import LoadedConfig
+from decodegrid.engine.cli_batch import add_batch_parser
 from decodegrid.engine.cli_chat import add_chat_parser
 from decodegrid.engine.cli_config import add_config_parser
 from decodegrid.engine.cli_convert import add_convert_parser
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     add_generate_parser(commands)
     add_chat_parser(commands)
+    add_batch_parser(commands)
     add_config_parser(commands)
     add_profile_parser(commands)
     add_inspect_parser(commands)

@@ -13,7 +13,7 @@ from decodegrid.engine.request import CompletionOutput, Request, RequestOutput, 
 class OutputStream:
     """The output side of one prompt."""
 
-    __slots__ = ("_num_unfinished", "_pending", "index", "prompt", "request_id", "requests")
+    __slots__ = ("_num_unfinished", "index", "pieces", "prompt", "request_id", "requests")
 
     def __init__(
         self, index: int, request_id: str, prompt: str | None, requests: Sequence[Request]
@@ -25,23 +25,19 @@ class OutputStream:
         self.prompt = prompt
         self.requests = tuple(requests)
         self._num_unfinished = len(self.requests)
-        self._pending: deque[StreamOutput] = deque()
+        self.pieces: deque[StreamOutput] = deque()
+        """Pieces not yet taken, oldest first; streams that are read together may share one."""
 
     @property
     def is_finished(self) -> bool:
         """Whether the last piece of every completion is there, taken or not."""
         return self._num_unfinished == 0
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether all have ended and every piece was taken."""
-        return self.is_finished and not self._pending
-
     def add(self, request: Request, token_ids: tuple[int, ...]) -> None:
         """Take in ids just committed to one of the requests; its last piece when it has ended."""
         assert request.text is not None
         self._num_unfinished -= request.is_finished
-        self._pending.append(
+        self.pieces.append(
             StreamOutput(
                 index=self.index,
                 request_id=self.request_id,
@@ -56,7 +52,7 @@ class OutputStream:
 
     def take(self) -> StreamOutput | None:
         """The oldest piece not yet taken, or None."""
-        return self._pending.popleft() if self._pending else None
+        return self.pieces.popleft() if self.pieces else None
 
     def output(self) -> RequestOutput:
         """The result so far, taken or not; the whole one when all have finished."""

@@ -7,6 +7,7 @@ fills the streams, discard forgets one.
 """
 
 import secrets
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 
@@ -126,15 +127,18 @@ class StreamTable:
     def run(self, streams: Sequence[OutputStream]) -> Iterator[StreamOutput]:
         """Open requests and give their pieces as they come; discards them at the end."""
         self.open(streams)
+        pieces: deque[StreamOutput] = deque()
+        for stream in streams:
+            stream.pieces = pieces
+        num_left = len(streams)
         try:
-            left = list(streams)
-            while left:
-                for stream in left:
-                    while (piece := stream.take()) is not None:
-                        yield piece
-                left = [stream for stream in left if not stream.is_drained]
-                # The caller may have aborted some while it held a piece.
-                if left and not any(stream.is_finished for stream in left):
+            while num_left:
+                # The caller may abort some while it holds a piece, which brings pieces too.
+                while pieces:
+                    piece = pieces.popleft()
+                    num_left -= piece.output is not None
+                    yield piece
+                if num_left:
                     self.step()
         finally:
             self.discard(streams)

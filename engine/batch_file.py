@@ -1,0 +1,240 @@
+"""Batch files in OpenAI's form: a request a line in, an answer a line out.
+
+Owns the lines: what a request line holds, the order of the answers (that of the requests), and the
+file that is written. A line that cannot be served gets an error in its place, and the others go on.
+Answers are written to OUTPUT.partial as soon as those before them are there, and the file gets its
+name when all are; a run that is cut off leaves what it had in OUTPUT.partial.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from decodegrid.configs.sections import SamplingSection
+from decodegrid.engine.batch_body import (
+    URLS,
+    BodyError,
+    BodyRequest,
+    Json,
+    Kind,
+    answer_body,
+    read_body,
+)
+from decodegrid.engine.cli_input import decode_utf8
+from decodegrid.engine.llm import LLM
+from decodegrid.engine.output_stream import OutputStream
+from decodegrid.engine.request import RequestOutput
+from decodegrid.engine.request_error import RequestError
+
+_LINE_FIELDS = {"custom_id", "method", "url", "body"}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One line that holds something."""
+
+    number: int
+    """Counted from 1, empty lines too."""
+    text: str
+
+    @property
+    def request_id(self) -> str:
+        return f"batch-{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCounts:
+    """How the lines of a batch came out."""
+
+    num_done: int
+    num_refused: int
+    """Lines with an error in their place."""
+
+
+class LineError(ValueError):
+    """A line that is no request at all."""
+
+
+def read_batch(path: Path) -> list[BatchLine]:
+    """The lines of a batch file, not looked into.
+
+    Raises OSError, RequestError for a file that is not UTF-8 or has nothing in it.
+    """
+    text = decode_utf8(str(path), path.read_bytes())
+    lines = [
+        BatchLine(number, line)
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
+    if not lines:
+        raise RequestError(f"{path}: no request in it")
+    return lines
+
+
+def partial_path(output: Path) -> Path:
+    """Where a batch's answers stand until all are there."""
+    return output.with_name(output.name + ".partial")
+
+
+def check_output(source: Path, output: Path, *, overwrite: bool) -> None:
+    """Refuse an output that cannot or should not be written; raises RequestError."""
+    if output.exists() and source.exists() and output.samefile(source):
+        raise RequestError(f"{output} is the input itself")
+    for path in (output, partial_path(output)):
+        if path.is_dir():
+            raise RequestError(f"{path} is a directory")
+        if path.exists() and not overwrite:
+            raise RequestError(f"{path} exists; --overwrite replaces it")
+    if not output.parent.is_dir():
+        raise RequestError(f"{output.parent}: no such directory")
+
+
+def run_batch(
+    llm: LLM, lines: Sequence[BatchLine], output: Path, defaults: SamplingSection
+) -> BatchCounts:
+    """Answer every line and write `output`. defaults: see read_body. Raises OSError."""
+    batch = _Batch(llm, defaults)
+    for line in lines:
+        batch.add(line)
+    partial = partial_path(output)
+    with partial.open("w", encoding="utf-8") as file:
+        for answer in batch.answers():
+            file.write(json.dumps(answer) + "\n")
+            file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, output)
+    return BatchCounts(batch.num_done, len(lines) - batch.num_done)
+
+
+class _Batch:
+    """The lines of a batch on their way to answers."""
+
+    def __init__(self, llm: LLM, defaults: SamplingSection) -> None:
+        self._llm = llm
+        self._defaults = defaults
+        self._answers: list[dict[str, Json] | None] = []
+        """By line; None while its request has not ended."""
+        self._custom_ids: list[str | None] = []
+        self._seen: set[str] = set()
+        self._requests: dict[int, BodyRequest] = {}
+        self._streams: list[OutputStream] = []
+        self.num_done = 0
+
+    def add(self, line: BatchLine) -> None:
+        """Check a line: it becomes a request, or its answer is an error."""
+        custom_id: str | None = None
+        answer: dict[str, Json] | None = None
+        try:
+            item = _parse(line)
+            custom_id = self._check_custom_id(item)
+            self._add_request(line, item)
+        except LineError as error:
+            detail = {"code": "invalid_line", "message": f"line {line.number}: {error}"}
+            answer = _answer(line.request_id, custom_id, None, detail)
+        except RequestError as error:
+            param = error.param if isinstance(error, BodyError) else None
+            body = {
+                "error": {
+                    "message": str(error),
+                    "type": "invalid_request_error",
+                    "param": param,
+                    "code": None,
+                }
+            }
+            answer = _answer(line.request_id, custom_id, _response(400, line.request_id, body))
+        self._answers.append(answer)
+        self._custom_ids.append(custom_id)
+
+    def answers(self) -> Iterator[dict[str, Json]]:
+        """The answers in the order of the lines, each as soon as those before it are there."""
+        num_given = 0
+        for piece in self._llm.stream_table.run(self._streams):
+            if piece.output is None:
+                continue
+            self._answers[piece.index] = self._done(piece.index, piece.output)
+            while num_given < len(self._answers):
+                answer = self._answers[num_given]
+                if answer is None:
+                    break
+                yield answer
+                num_given += 1
+        yield from (answer for answer in self._answers[num_given:] if answer is not None)
+
+    def _check_custom_id(self, item: dict[str, Json]) -> str:
+        custom_id = item.get("custom_id")
+        if not isinstance(custom_id, str) or not custom_id:
+            raise LineError("custom_id must be a string that is not empty")
+        if custom_id in self._seen:
+            raise LineError(f"custom_id {custom_id!r} was used before")
+        self._seen.add(custom_id)
+        return custom_id
+
+    def _add_request(self, line: BatchLine, item: dict[str, Json]) -> None:
+        kind = _check_target(item)
+        tokenizer = self._llm.tokenizer
+        index = len(self._answers)
+        request = read_body(kind, item.get("body"), tokenizer, self._defaults)
+        stream = self._llm.stream_table.build(
+            request.prompt, request.params, index=index, request_id=line.request_id
+        )
+        self._requests[index] = request
+        self._streams.append(stream)
+
+    def _done(self, index: int, output: RequestOutput) -> dict[str, Json]:
+        self.num_done += 1
+        body = answer_body(self._requests.pop(index), output, int(time.time()))
+        response = _response(200, output.request_id, body)
+        return _answer(output.request_id, self._custom_ids[index], response)
+
+
+def _parse(line: BatchLine) -> dict[str, Json]:
+    try:
+        item = json.loads(line.text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise LineError(f"not JSON at column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        # Numbers of thousands of digits, NaN, and nesting beyond Python's stack.
+        raise LineError(f"not readable as JSON: {error}") from None
+    if not isinstance(item, dict):
+        raise LineError("not an object")
+    return item
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _check_target(item: dict[str, Json]) -> Kind:
+    """What the line asks for; raises BodyError."""
+    for name in item:
+        if name not in _LINE_FIELDS:
+            raise BodyError(f"{name} is not supported", name)
+    if item.get("method") != "POST":
+        raise BodyError(f"method must be POST, got {item.get('method')!r}", "method")
+    url = item.get("url")
+    kind = URLS.get(url) if isinstance(url, str) else None
+    if kind is None:
+        raise BodyError(f"url must be one of {', '.join(URLS)}, got {url!r}", "url")
+    return kind
+
+
+def _response(status_code: int, request_id: str, body: dict[str, Json]) -> dict[str, Json]:
+    return {"status_code": status_code, "request_id": request_id, "body": body}
+
+
+def _answer(
+    request_id: str,
+    custom_id: str | None,
+    response: dict[str, Json] | None,
+    error: dict[str, Any] | None = None,
+) -> dict[str, Json]:
+    return {
+        "id": f"batch_req_{request_id}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
