@@ -6,10 +6,14 @@
 #              index may serve torch with several GB of CUDA libraries; without an NVIDIA GPU,
 #              give an index that has the CPU build: make test TORCH_INDEX=<index URL>
 #              It counts when torch is installed; to change it later, remove .venv first.
+# WORKERS      processes that `make test` runs side by side, each with OMP_NUM_THREADS=1
+# SOAK_SECONDS how long `make soak` goes on
 # DEPLOYMENT   what `make demo` decodes with; configs/tiny-v41.yaml is the quantised form
 PYTHON ?= python3
 CXX ?= g++
 TORCH_INDEX ?=
+WORKERS ?= 2
+SOAK_SECONDS ?= 600
 DEPLOYMENT ?= configs/tiny.yaml
 export CXX
 
@@ -20,12 +24,13 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 CHECKED_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow packaging bench check typing wheel setup clean check-machine
+.PHONY: help demo test slow soak packaging bench check typing wheel setup clean check-machine
 
 help:
 	@echo "make demo        set up, capture the grid of the embedded model, decode three prompts"
 	@echo "make test        set up and run the tests"
 	@echo "make slow        the tests that take minutes"
+	@echo "make soak        one engine under clients of all kinds for SOAK_SECONDS"
 	@echo "make packaging   the tests that build the wheel"
 	@echo "make check       ruff and mypy"
 	@echo "make typing      links that let type checkers and editors see decodegrid.<folder>"
@@ -33,7 +38,7 @@ help:
 	@echo "make wheel       dist/*.tar.gz and dist/*.whl"
 	@echo "make setup       only the set-up for tests and checks"
 	@echo "make clean       remove builds and caches (.venv stays)"
-	@echo "variables: PYTHON=$(PYTHON) CXX=$(CXX) TORCH_INDEX=$(TORCH_INDEX) DEPLOYMENT=$(DEPLOYMENT)"
+	@echo "variables: PYTHON=$(PYTHON) CXX=$(CXX) TORCH_INDEX=$(TORCH_INDEX) WORKERS=$(WORKERS) DEPLOYMENT=$(DEPLOYMENT)"
 
 demo: .venv/.ready-run
 	$(BIN)/python -m decodegrid generate --config $(DEPLOYMENT) \
@@ -42,10 +47,14 @@ demo: .venv/.ready-run
 	  "Three tips for a good night's sleep:"
 
 test: .venv/.ready-dev
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 slow: .venv/.ready-dev
 	$(BIN)/python -m pytest -q -m slow
+
+soak: .venv/.ready-dev
+	DECODEGRID_SOAK_SECONDS=$(SOAK_SECONDS) OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest -q -s -m slow tests/engine/test_soak.py
 
 packaging: .venv/.ready-dev
 	$(BIN)/python -m pytest -q -m packaging

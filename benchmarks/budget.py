@@ -1,8 +1,9 @@
 """The verify budget benchmark: `python -m benchmarks.budget [--json FILE] [--repeats N]`.
 
 Measures what choosing a total costs on the host, for 8, 64 and 256 requests of 5 drafts, beside a
-NumPy sort of the same rates, which no choice can do without; then serves mixed prompts under each
-policy (`benchmarks.budget_serving`). Owns the order of the measurements and the printing.
+NumPy sort of the same rates, which no choice can do without, and beside a choice whose walk is in
+NumPy instead of compiled, as where there are no native kernels; then serves mixed prompts under
+each policy (`benchmarks.budget_serving`). Owns the order of the measurements and the printing.
 Contenders take turns; every line gives min / median / max over the repeats. The numbers mean
 something only on a machine that does nothing else meanwhile.
 """
@@ -28,6 +29,10 @@ from benchmarks.timing import interleave, paired_ratio, spread, time_call
 from decodegrid.capture.budget import VerifyBudget
 from decodegrid.capture.grid import build_grid
 from decodegrid.capture.surface import Surface, SurfacePoint
+from decodegrid.capture.total_scan import MakeScan
+from decodegrid.configs.load import load_config
+from decodegrid.engine.surface_run import fastest_scan
+from decodegrid.kernels.native import install_native_kernels
 
 BATCHES = (8, 64, 256)
 NUM_DRAFT_TOKENS = 5
@@ -78,25 +83,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(path: Path | None, plan: Plan) -> dict[str, Any]:
     """All parts in order, as one result."""
     machine = describe_machine()
+    cache_dir = load_config(path).cache_dir
+    install_native_kernels(cache_dir)
     print(f"{machine['cpu_model']}, {machine['versions']}")
     return {
         **machine,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "repeats": plan.repeats,
-        **report_choice(plan),
+        **report_choice(plan, fastest_scan(cache_dir)),
         **({} if plan.serving is None else measure_serving(path, plan.serving)),
     }
 
 
-def report_choice(plan: Plan) -> dict[str, Any]:
+def report_choice(plan: Plan, make_scan: MakeScan) -> dict[str, Any]:
     """Time of one choice, with usable drafts that stay and that change with every call."""
     surface = _linear_surface(max(BATCHES))
     grid = build_grid(max(BATCHES), NUM_DRAFT_TOKENS).with_cost(surface.ms)
-    budget = VerifyBudget(grid, surface, NUM_DRAFT_TOKENS)
+    budget = VerifyBudget(grid, surface, NUM_DRAFT_TOKENS, make_scan)
+    plain = VerifyBudget(grid, surface, NUM_DRAFT_TOKENS)
     medians, details = {}, {}
     print(f"\nchoice of a total, {NUM_DRAFT_TOKENS} drafts a request: min / median / max")
     for num_reqs in BATCHES:
-        samples = interleave(_contenders(budget, num_reqs), plan.repeats)
+        samples = interleave(_contenders(budget, plain, num_reqs), plan.repeats)
         found = {name: spread(seconds).scaled(1e6) for name, seconds in samples.items()}
         ratio = paired_ratio(samples["choice"], samples["sort"])
         rows = [(f"{num_reqs} requests: {name}", value, "us") for name, value in found.items()]
@@ -108,7 +116,9 @@ def report_choice(plan: Plan) -> dict[str, Any]:
     return {"choice_us": medians, "choice_details": details}
 
 
-def _contenders(budget: VerifyBudget, num_reqs: int) -> dict[str, Callable[[], float]]:
+def _contenders(
+    budget: VerifyBudget, plain: VerifyBudget, num_reqs: int
+) -> dict[str, Callable[[], float]]:
     """Each returns the median seconds of one call over all inputs.
 
     A median of single calls, because one interruption would spoil a mean of calls this short.
@@ -134,6 +144,7 @@ def _contenders(budget: VerifyBudget, num_reqs: int) -> dict[str, Callable[[], f
     return {
         "choice": lambda: seconds(lambda rates, _: budget.choose(rates, full)),
         "choice, limits changed": lambda: seconds(budget.choose),
+        "choice, NumPy alone": lambda: seconds(lambda rates, _: plain.choose(rates, full)),
         "sort": lambda: seconds(lambda rates, _: sort(rates)),
     }
 

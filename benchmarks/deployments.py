@@ -45,6 +45,7 @@ class Deployment:
             Tokenizer(self.loaded.checkpoint_dir / "tokenizer.json"),
             decode_steps_per_prefill_chunk=config.scheduler.decode_steps_per_prefill_chunk,
             policy=make_policy(self.runner, self.loaded),
+            async_scheduling=config.scheduler.async_scheduling,
         )
 
 
@@ -54,7 +55,8 @@ def load_deployment(path: Path | None, overrides: tuple[str, ...]) -> LoadedConf
     Raises ConfigError for the file; ValueError for a device other than the CPU, or a grid without
     one of STEP_KEYS.
     """
-    loaded = load_config(path, overrides)
+    # Several LLMs take turns on one runner here, and each would believe its cached blocks intact.
+    loaded = load_config(path, ("cache.prefix_cache=off", *overrides))
     config = loaded.config
     if config.model.device != "cpu":
         raise ValueError(f"model.device is {config.model.device}; the benchmark times the CPU only")

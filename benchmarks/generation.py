@@ -12,7 +12,7 @@ from time import perf_counter
 
 from benchmarks.timing import interleave
 from decodegrid.engine.llm import LLM
-from decodegrid.engine.request import RequestOutput
+from decodegrid.engine.request_output import RequestOutput
 from decodegrid.engine.sampling_params import SamplingParams
 
 TEMPERATURE = 0.7

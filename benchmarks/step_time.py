@@ -23,6 +23,7 @@ from decodegrid.capture.grid import GraphKey
 from decodegrid.capture.lowering import CompileOptions
 from decodegrid.engine.runner import Runner
 from decodegrid.engine.runner_protocol import SlotRequest
+from decodegrid.engine.step_graphs import StepGraphs
 from decodegrid.graphs.decode_step import decode_step
 from decodegrid.graphs.regions import RegionTable, build_regions, plain_regions
 from decodegrid.graphs.state import SlotState
@@ -74,7 +75,7 @@ def eager_runner(runner: Runner, keys: tuple[GraphKey, ...]) -> Runner:
         )
 
     graphs: dict[GraphKey, CapturedGraph] = {key: EagerGraph(key, make(key)) for key in keys}
-    return Runner(model, buffers, runner.grid, graphs, {}, runner.counters)
+    return Runner(model, buffers, runner.grid, StepGraphs(graphs, {}), runner.counters)
 
 
 class StepBench:

@@ -1,12 +1,14 @@
 """The small interface that every device back end has, and the driver that captures a grid through
 it.
 
-Owns the names `CapturedGraph` and `CaptureBackend`, the order of captures, and their count, phase
-and progress. Does not own a device's way to capture. Data flow: a grid, a back end and a maker of
-steps go in, a look-up table from keys to captured graphs comes out.
+Owns the names `CapturedGraph` and `CaptureBackend`, steps that are cut in two, the order of
+captures, and their count, phase and progress. Does not own a device's way to capture. Data flow: a
+grid, a back end and a maker of steps go in, a look-up table from keys to captured graphs comes out.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from decodegrid.capture.counters import CaptureCounters
@@ -47,7 +49,17 @@ class CaptureBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class CutGraph:
+    """A captured step that the host cuts in two: it does something between the halves."""
+
+    key: Hashable
+    first: CapturedGraph
+    second: CapturedGraph
+
+
 Key = TypeVar("Key", bound=Hashable)
+Graph = TypeVar("Graph")
 
 
 def capture_all(
@@ -71,16 +83,44 @@ def capture_all(
     Returns:
         Captured graphs by key.
     """
+
+    def capture(key: Key) -> CapturedGraph:
+        return backend.capture(key, make_step(key))
+
+    return _capture_each(keys, capture, counters, clock, progress)
+
+
+def capture_cut(
+    keys: Sequence[Key],
+    backend: CaptureBackend,
+    make_steps: Callable[[Key], tuple[Step, Step]],
+    counters: CaptureCounters,
+    clock: PhaseClock | None = None,
+    progress: Progress | None = None,
+) -> dict[Key, CutGraph]:
+    """`capture_all` for steps in two halves, which run in order; a key counts once."""
+
+    def capture(key: Key) -> CutGraph:
+        first, second = make_steps(key)
+        return CutGraph(key, backend.capture(key, first), backend.capture(key, second))
+
+    return _capture_each(keys, capture, counters, clock, progress)
+
+
+def _capture_each(
+    keys: Sequence[Key],
+    capture: Callable[[Key], Graph],
+    counters: CaptureCounters,
+    clock: PhaseClock | None,
+    progress: Progress | None,
+) -> dict[Key, Graph]:
     counters.planned_captures += len(keys)
-    graphs: dict[Key, CapturedGraph] = {}
+    graphs: dict[Key, Graph] = {}
     for key in keys:
         if progress is not None:
             progress.describe(f"capture {key}")
-        if clock is None:
-            graphs[key] = backend.capture(key, make_step(key))
-        else:
-            with clock.phase("capture"):
-                graphs[key] = backend.capture(key, make_step(key))
+        with nullcontext() if clock is None else clock.phase("capture"):
+            graphs[key] = capture(key)
         counters.num_captured += 1
         if progress is not None:
             progress.advance()

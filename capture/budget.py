@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from decodegrid.capture.grid import GraphKey, Grid
 from decodegrid.capture.surface import Surface
+from decodegrid.capture.total_scan import MakeScan, NumpyScan, ScanMemory, best_column
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -74,12 +75,12 @@ class _Columns:
             else:
                 last.append(total - num_reqs)
                 self.keys.append(key)
-        self.last = np.array(last, dtype=np.intp)
+        self.last = np.array(last, dtype=np.int64)
         self.first = [0, *(end + 1 for end in last[:-1])]
         self.tokens = np.array([key.num_query_tokens for key in self.keys], dtype=np.float64)
-        times = [0.0 if surface is None else surface.ms(key) for key in self.keys]
+        times = [1.0 if surface is None else surface.ms(key) for key in self.keys]
         self.surface_ms = np.array(times, dtype=np.float64)
-        self.ms = self.surface_ms
+        self.ms = self.surface_ms.copy()
         self.correction = (0.0, 0.0)
 
     def correct(self, slope_ms_per_token: float, extra_ms: float) -> None:
@@ -89,7 +90,7 @@ class _Columns:
                 f"slope_ms_per_token is {slope_ms_per_token} and extra_ms {extra_ms}; "
                 "both must be 0 or more"
             )
-        self.ms = self.surface_ms + slope_ms_per_token * self.tokens + extra_ms
+        self.ms[:] = self.surface_ms + slope_ms_per_token * self.tokens + extra_ms
         self.correction = (slope_ms_per_token, extra_ms)
 
 
@@ -101,35 +102,30 @@ class _Scratch:
         self.width = width = num_draft_tokens
         self.most_of = np.tri(width + 1, width, -1, dtype=np.float32)
         """(K + 1, K) fp32: row u has 1 for the first u drafts."""
-        # The rates end right before the last element, which holds the number of rows: sorted
-        # upwards and read backwards they are the terms of the expected tokens.
+        # The rates end right before the last element, which holds the number of rows.
         self.terms = np.zeros(count + 1, dtype=np.float32)
         self.sums = np.zeros(count + 1, dtype=np.float32)
         self.most = np.zeros(count, dtype=np.float32)
-        self.ordered = np.zeros(count, dtype=np.bool_)
 
 
 class _Views:
-    """The scratch memory as one number of rows sees it."""
+    """The scratch memory as one number of rows sees it, and the walk over it."""
 
-    __slots__ = (
-        *("earlier", "flat_most", "later", "most", "ordered"),
-        *("rates", "row_ends", "sums", "terms_down"),
-    )
+    __slots__ = ("flat_most", "most", "rates", "scan", "sums")
 
-    def __init__(self, scratch: _Scratch, num_reqs: int) -> None:
+    def __init__(
+        self, scratch: _Scratch, num_reqs: int, columns: _Columns, make_scan: MakeScan
+    ) -> None:
         count, width = num_reqs * scratch.width, scratch.width
         terms = scratch.terms[len(scratch.terms) - 1 - count :]
         self.rates = terms[:-1]
-        self.terms_down = terms[::-1]
         self.sums = scratch.sums[: count + 1]
         self.flat_most = scratch.most[:count]
         self.most = self.flat_most.reshape(num_reqs, width)
         """The largest that a rate may be: 1 where the draft is usable, else 0."""
-        self.later, self.earlier = self.rates[1:], self.rates[:-1]
-        self.ordered = scratch.ordered[: max(count - 1, 0)]
-        """Whether each rate is no larger than the one before it, rows put end to end."""
-        self.row_ends = self.ordered[width - 1 :: width] if width else self.ordered
+        first = np.array(columns.first, dtype=np.int64)
+        memory = ScanMemory(terms, self.sums, first, columns.last, columns.ms, width)
+        self.scan = make_scan(memory)
 
 
 class VerifyBudget:
@@ -139,12 +135,19 @@ class VerifyBudget:
         grid: the captured pairs; every batch it admits must be covered.
         surface: times of all its pairs; None verifies everything.
         num_draft_tokens: K, the width of the rates; must be the grid's.
+        make_scan: makes the walk over the rates for each number of rows; a compiled one is faster.
 
     Raises:
         ValueError: another K than the grid's, a pair without a time, or an uncovered batch.
     """
 
-    def __init__(self, grid: Grid, surface: Surface | None, num_draft_tokens: int) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        surface: Surface | None,
+        num_draft_tokens: int,
+        make_scan: MakeScan = NumpyScan,
+    ) -> None:
         if num_draft_tokens != grid.num_draft_tokens:
             raise ValueError(
                 f"num_draft_tokens is {num_draft_tokens}; the grid has {grid.num_draft_tokens}"
@@ -155,7 +158,10 @@ class VerifyBudget:
         counts = range(1, grid.max_num_reqs + 1)
         self._columns = [_Columns(grid, surface, count) for count in counts]
         self._scratch = _Scratch(grid.max_num_reqs, num_draft_tokens)
-        self._views = [_Views(self._scratch, count) for count in counts]
+        self._views = [
+            _Views(self._scratch, count, columns, make_scan)
+            for count, columns in zip(counts, self._columns, strict=True)
+        ]
         self._set_rows(1, np.zeros(1, dtype=np.int64))
 
     def choose(
@@ -191,15 +197,17 @@ class VerifyBudget:
         columns, limit = self._columns_now, self._limit
         if columns.correction != (slope_ms_per_token, extra_ms):
             columns.correct(slope_ms_per_token, extra_ms)
-        expected = self._accumulate(rates)
-        ms = columns.ms[: len(self._last)]
+        self._sort(rates)
+        views, ms, num_columns = self._views_now, columns.ms, self._num_columns
+        # Without a surface all times are 1: only the sums are wanted.
+        num_drafts, column = views.scan.best(num_columns)
+        expected = views.sums
         if self.surface is None:
             tokens = expected.item(limit)
             total = num_reqs + limit
             return BudgetChoice(
-                total, columns.keys[len(ms) - 1], tokens, None, True, tokens, None, None
+                total, columns.keys[num_columns - 1], tokens, None, True, tokens, None, None
             )
-        num_drafts, column = _best(expected, columns.first, self._last, ms)
         return BudgetChoice(
             num_reqs + num_drafts,
             columns.keys[column],
@@ -207,7 +215,7 @@ class VerifyBudget:
             ms.item(column),
             False,
             expected.item(limit),
-            ms.item(-1),
+            ms.item(num_columns - 1),
             ms.item(0),
         )
 
@@ -225,32 +233,26 @@ class VerifyBudget:
         self._limit = int(np.add.reduce(num_usable))
         columns, views = self._columns[num_reqs - 1], self._views[num_reqs - 1]
         self._columns_now, self._views_now = columns, views
-        self._last = columns.last[: bisect_right(columns.first, self._limit)]
+        self._num_columns = bisect_right(columns.first, self._limit)
         self._all_usable = self._limit == num_reqs * width
         self._scratch.terms[-1] = num_reqs
         self._scratch.most_of.take(num_usable, axis=0, out=views.most, mode="clip")
 
-    def _accumulate(self, rates: Floats) -> Floats:
-        """Expected tokens of 0, 1, 2, ... drafts, unusable ones last and worth nothing.
-
-        Returns (num_reqs * K + 1,) fp32, valid until the next call.
-        """
+    def _sort(self, rates: Floats) -> None:
+        """Clean rates into the scratch memory, sorted upwards; unusable ones are worth nothing."""
         views = self._views_now
         values = views.rates
         if self._all_usable:
             values[:] = rates.ravel()
         else:
             np.minimum(rates.ravel(), views.flat_most, out=values)
-        np.less_equal(views.later, views.earlier, out=views.ordered)
-        views.row_ends.fill(True)
         # Rates come as running products and are in order; repairing them costs as much as the rest.
-        if 0 in views.ordered.tobytes():
+        if not views.scan.is_ordered():
             values[:] = clean_rates(rates, views.most).ravel()
         values.sort()
         if len(values) and not (values.item(0) >= 0.0 and values.item(-1) <= 1.0):
             values[:] = clean_rates(rates, views.most).ravel()
             values.sort()
-        return np.add.accumulate(views.terms_down, out=views.sums)
 
 
 def clean_rates(rates: Floats, most: Floats) -> Floats:
@@ -312,10 +314,10 @@ def choose_total(
     ends = [min(tokens - num_reqs, len(rates)) for tokens in column_tokens[skipped:used]]
     if not ends:
         raise ValueError(f"{num_reqs} rows do not fit into columns of {column_tokens} tokens")
-    first = [0, *(end + 1 for end in ends[:-1])]
+    first = np.array([0, *(end + 1 for end in ends[:-1])], dtype=np.int64)
     ms = np.array(column_ms[skipped:used], dtype=np.float64)
     expected = _expected_of(rates, num_reqs)
-    num_drafts, column = _best(expected, first, np.array(ends, dtype=np.intp), ms)
+    num_drafts, column = best_column(expected, first, np.array(ends, dtype=np.int64), ms)
     return num_reqs + num_drafts, skipped + column
 
 
@@ -324,18 +326,3 @@ def _expected_of(rates: Floats, num_reqs: int) -> Floats:
     terms = np.append(np.sort(rates), np.float32(num_reqs)).astype(np.float32)
     return np.add.accumulate(terms[::-1])
 
-
-def _best(
-    expected: Floats, first: Sequence[int], last: NDArray[np.intp], ms: NDArray[np.float64]
-) -> tuple[int, int]:
-    """Drafts and column of the most expected tokens per ms; the first of equals in both.
-
-    expected: (num_drafts + 1,) fp32, never falling; first, last: drafts at the ends of each column.
-    """
-    ends = expected.take(last)
-    column = int((ends / ms).argmax())
-    num_drafts = last.item(column)
-    # A rate that changes nothing in fp32, zero for one, is not worth a draft.
-    if num_drafts > first[column] and expected.item(num_drafts - 1) == ends.item(column):
-        num_drafts = max(first[column], int(expected.searchsorted(ends[column])))
-    return num_drafts, column

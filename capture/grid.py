@@ -10,6 +10,7 @@ look-ups.
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 
 class CoverageError(ValueError):
@@ -43,6 +44,18 @@ class GraphKey:
 
     def __str__(self) -> str:
         return f"({self.num_reqs}, {self.num_query_tokens})"
+
+
+class StepVariant(Enum):
+    """What a captured step does for its rows; every pair of a grid is captured in each variant."""
+
+    FUSED = "fused"
+    """One graph from slot rows to slot rows."""
+    RICH = "rich"
+    """Two graphs, cut after the logits, which are adjusted and reported for each request."""
+
+    def __str__(self) -> str:
+        return self.value
 
 
 Cost = Callable[[GraphKey], float]
@@ -200,6 +213,7 @@ def build_grid(
     num_draft_tokens: int,
     num_reqs: Iterable[int] = (),
     num_query_tokens_per_req: Iterable[int] = (),
+    pairs: Iterable[tuple[int, int]] = (),
 ) -> Grid:
     """Generate a grid from limits and a spacing; the largest admissible pair is always in it.
 
@@ -210,12 +224,14 @@ def build_grid(
             max_num_reqs is always added.
         num_query_tokens_per_req: query tokens per request to capture; empty means 1..K+1. K+1 is
             always added.
+        pairs: (requests, query tokens) to capture instead of all (B, B * n); the largest
+            admissible one is always added. Empty means the two lists.
 
     Returns:
-        The checked grid of all (B, B * n).
+        The checked grid of all (B, B * n), or of the pairs.
 
     Raises:
-        ValueError: a size outside 1..max_num_reqs or 1..K+1.
+        ValueError: a size outside 1..max_num_reqs or 1..K+1, or a pair that no batch can have.
     """
     if max_num_reqs < 1:
         raise ValueError(f"max_num_reqs is {max_num_reqs}; at least 1 is needed")
@@ -233,6 +249,9 @@ def build_grid(
                 f"num_query_tokens_per_req has {size}; allowed are 1..{most} (num_draft_tokens + 1)"
             )
     keys = [GraphKey(b, b * n) for b in req_sizes | {max_num_reqs} for n in per_req | {most}]
+    given = [GraphKey(*pair) for pair in pairs]
+    if given:
+        keys = [*given, GraphKey(max_num_reqs, max_num_reqs * most)]
     grid = Grid(keys, max_num_reqs, num_draft_tokens)
     grid.check_coverage()
     return grid

@@ -93,6 +93,13 @@ class LoadedConfig:
             return default_cache_dir()
         return self._resolve("compile.cache_dir", self.config.compile.cache_dir)
 
+    @property
+    def dump_dir(self) -> Path:
+        """Directory of dumps, absolute; not created here. Raises ValueError as cache_dir does."""
+        if not self.config.dumps.directory:
+            return self.cache_dir / "dumps"
+        return self._resolve("dumps.directory", self.config.dumps.directory)
+
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """(dotted key, value as YAML text, origin) for every field, in the schema's order."""
         for key, value in _leaves(self.config):

@@ -10,12 +10,15 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from decodegrid.configs.dump_section import DumpSection
+from decodegrid.configs.grammar_section import StructuredOutputsSection
 from decodegrid.configs.sections import (
     CacheSection,
     CompileSection,
     ConfidenceTemperatures,
     GridSection,
     ModelSection,
+    PrefillSection,
     SamplingSection,
     SchedulerSection,
     Section,
@@ -44,12 +47,15 @@ class DeploymentConfig(Section):
 
     model: ModelSection = ModelSection()
     scheduler: SchedulerSection = SchedulerSection()
+    prefill: PrefillSection = PrefillSection()
     cache: CacheSection = CacheSection()
     speculation: SpeculationSection = SpeculationSection()
     surface: SurfaceSection = SurfaceSection()
     grid: GridSection = GridSection()
     compile: CompileSection = CompileSection()
     sampling: SamplingSection = SamplingSection()
+    dumps: DumpSection = DumpSection()
+    structured_outputs: StructuredOutputsSection = StructuredOutputsSection()
 
     @property
     def max_query_tokens_per_req(self) -> int:
@@ -104,6 +110,7 @@ class DeploymentConfig(Section):
                     f"one, so that the largest batch has a graph, got {list(per_req)}",
                 )
             )
+        problems += self._pair_problems()
         verify = self.speculation.verify_tokens
         if isinstance(verify, int) and verify > self.max_num_query_tokens:
             problems.append(
@@ -122,6 +129,14 @@ class DeploymentConfig(Section):
                     'the newest rates would change, got "fresh"',
                 )
             )
+        elif self.speculation.budget_rates == "fresh" and self.scheduler.async_scheduling:
+            problems.append(
+                (
+                    "speculation.budget_rates",
+                    'must be "delayed" with scheduler.async_scheduling = true, where no newer '
+                    'rates are known when a step is scheduled, got "fresh"',
+                )
+            )
         for mode in ConfidenceTemperatures.model_fields:
             given = getattr(self.speculation.confidence_temperatures, mode)
             if given and len(given) < drafts:
@@ -135,3 +150,26 @@ class DeploymentConfig(Section):
         if problems:
             raise CrossFieldError(tuple(problems))
         return self
+
+    def _pair_problems(self) -> list[tuple[str, str]]:
+        """What is wrong with `grid.pairs`, as (key, message); the first pair that does not fit."""
+        key, pairs = "grid.pairs", self.grid.pairs
+        if not pairs:
+            return []
+        for other in ("num_reqs", "num_query_tokens_per_req"):
+            if getattr(self.grid, other):
+                message = f"must be empty with grid.pairs, got {list(getattr(self.grid, other))}"
+                return [(f"grid.{other}", message)]
+        most, per_req = self.scheduler.max_num_reqs, self.max_query_tokens_per_req
+        drafts = self.speculation.num_draft_tokens
+        limits = f"scheduler.max_num_reqs = {most} and speculation.num_draft_tokens = {drafts}"
+        for num_reqs, num_tokens in pairs:
+            if not (num_reqs <= most and num_reqs <= num_tokens <= num_reqs * per_req):
+                allowed = f"1..{most} requests, each with 1..{per_req} query tokens"
+                pair = f"[{num_reqs}, {num_tokens}]"
+                return [(key, f"must hold pairs of {allowed} ({limits}), got {pair}")]
+        largest = (most, self.max_num_query_tokens)
+        if pairs[-1] != largest:
+            message = f"must end with {list(largest)} ({limits}), so that the largest batch has a"
+            return [(key, f"{message} graph, got {list(pairs[-1])}")]
+        return []

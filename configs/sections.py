@@ -50,6 +50,24 @@ def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
     return values
 
 
+def _as_pairs(value: object) -> object:
+    """Lists of lists as tuples; one message for every other form."""
+    if not isinstance(value, list | tuple):
+        return value
+    if not all(isinstance(item, list | tuple) and len(item) == 2 for item in value):
+        raise ValueError("must be a list of [requests, query tokens] pairs")
+    return tuple(tuple(item) for item in value)
+
+
+def _ascending_pairs(values: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    for left, right in pairwise(values):
+        if left >= right:
+            raise ValueError(
+                f"must be ascending without repeats; {list(right)} follows {list(left)}"
+            )
+    return values
+
+
 ChunkSizes = Annotated[
     tuple[Annotated[int, Field(ge=2, le=65536)], ...],
     BeforeValidator(_as_tuple),
@@ -60,6 +78,12 @@ GridSizes = Annotated[
     tuple[Annotated[int, Field(ge=1)], ...],
     BeforeValidator(_as_tuple),
     AfterValidator(_ascending),
+]
+_PairSize = Annotated[int, Field(ge=1)]
+GridPairs = Annotated[
+    tuple[tuple[_PairSize, _PairSize], ...],
+    BeforeValidator(_as_pairs),
+    AfterValidator(_ascending_pairs),
 ]
 DraftTemperatures = Annotated[
     tuple[Annotated[float, Field(gt=0.0)], ...], BeforeValidator(_as_tuple)
@@ -122,6 +146,29 @@ class SchedulerSection(Section):
     """A waiting prompt gets a chunk at least every so many decode steps, 0 to 1000; with 0 decoding
     waits until no prompt with a free slot is left."""
 
+    engine_type: Literal["normal", "prompt", "completion"] = "normal"
+    """"normal": prefill and decode. "prompt": only computes prompts and hands their state over.
+    "completion": only decodes, from states handed over; a request waits until there are blocks for
+    its full length."""
+
+    async_scheduling: bool = True
+    """Whether a decode step is launched before the results of the last one are looked at, so that
+    the host's work is hidden behind the device's. The text is the same either way. A request's end
+    is seen one step late, which costs its row in that step."""
+
+
+class PrefillSection(Section):
+    """What a prefill computes of the decoder, the layers from the first of ratio 1 on."""
+
+    bounded_replay: Literal["off", "mask", "compact"] = "off"
+    """"off": all of it. "compact": only the last `keep_tokens` of a text, whose windows begin
+    there; outputs differ from an exact prefill's. "mask": the same outputs without leaving rows
+    out, to compare with. The last two serve no prompt_logprobs."""
+
+    keep_tokens: Annotated[int, Field(ge=0, le=1048576)] = 0
+    """Tokens that a bounded replay keeps, at least the model's window + num_draft_tokens + 1; 0
+    where it is off."""
+
 
 class CacheSection(Section):
     """The paged pool of compressed entries and index keys, and the records in it and in the rings.
@@ -147,6 +194,14 @@ class CacheSection(Section):
     memory_fraction: Annotated[float, Field(ge=0.0, le=0.95)] = 0.0
     """Share of the memory that is free once the weights are loaded to give to the pool, up to 0.95;
     0 for no such limit."""
+
+    prefix_cache: Literal["on", "off"] = "on"
+    """"on": what a request computed serves later ones that begin with the same tokens, for as long
+    as its blocks are not needed. "off": every request is computed from its first token."""
+
+    prefix_snapshots: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Windows kept for the prefix cache, 1 to 65536, each of all layers; a request resumes where
+    one of them ended."""
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
@@ -202,7 +257,8 @@ class SpeculationSection(Section):
 
     budget_rates: Literal["delayed", "fresh"] = "delayed"
     """Survival rates that a scheduled total comes from. "delayed": of the step before last, which
-    keeps rejection sampling exact. "fresh": of the last step, for `verify: coupled` only."""
+    keeps rejection sampling exact. "fresh": of the last step, for `verify: coupled` without
+    `async_scheduling` only."""
 
     verify: Literal["coupled", "rejection"] = "coupled"
     """"coupled": drafter and target draw with the same noise, and what is emitted does not depend
@@ -235,7 +291,8 @@ class SurfaceSection(Section):
 
 
 class GridSection(Section):
-    """Which (B requests, Q query tokens) pairs are captured: Q is B times each entry."""
+    """Which (B requests, Q query tokens) pairs are captured: `pairs`, or for each B of `num_reqs`
+    the Q that are B times each entry of the other list."""
 
     num_reqs: GridSizes = ()
     """Captured B, ascending, the last one `max_num_reqs`; empty for the powers of two below
@@ -243,6 +300,14 @@ class GridSection(Section):
 
     num_query_tokens_per_req: GridSizes = ()
     """Captured Q / B, ascending, the last one K + 1; empty for 1 to K + 1."""
+
+    pairs: GridPairs = ()
+    """Instead of the two lists: every captured [B, Q], ascending, the last one [max_num_reqs,
+    max_num_reqs * (K + 1)]; `decodegrid plan` writes it. Empty for the two lists."""
+
+    rich: bool = True
+    """Whether every pair is captured a second time, in the variant that requests with penalties,
+    logit bias, min_tokens, logprobs or a grammar run in; without it they are refused."""
 
 
 class CompileSection(Section):

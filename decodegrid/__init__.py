@@ -9,13 +9,21 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from decodegrid.engine.grammar_params import StructuredOutputsParams
     from decodegrid.engine.llm import LLM
-    from decodegrid.engine.request import RequestOutput
+    from decodegrid.engine.request_output import RequestOutput
     from decodegrid.engine.sampling_params import SamplingParams
     from decodegrid.graphs.checkpoint import load_model
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__", "load_model"]
+__all__ = [
+    "LLM",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+    "load_model",
+]
 
 if not (_Path(__file__).parent / "engine").is_dir():
     # A checkout, not a wheel: engine/, graphs/ and the rest stand one level up.
@@ -27,9 +35,11 @@ def __getattr__(name: str) -> object:
         case "LLM":
             module = "decodegrid.engine.llm"
         case "RequestOutput":
-            module = "decodegrid.engine.request"
+            module = "decodegrid.engine.request_output"
         case "SamplingParams":
             module = "decodegrid.engine.sampling_params"
+        case "StructuredOutputsParams":
+            module = "decodegrid.engine.grammar_params"
         case "load_model":
             module = "decodegrid.graphs.checkpoint"
         case _:

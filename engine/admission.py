@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decodegrid.configs.schema import DeploymentConfig
+from decodegrid.engine.grammar_matcher import RequestGrammar
 from decodegrid.engine.request import Request
 from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.rich_params import RichParams
 from decodegrid.engine.runner_protocol import StepRunner
 from decodegrid.engine.sampling_params import SamplingParams
 
@@ -28,6 +30,12 @@ class EngineLimits:
     prefill_chunk_size: int
     """Prompt tokens a prefill step computes at most."""
     vocab_size: int
+    has_rich: bool = True
+    """Whether steps were captured that penalties, bias, logprobs and grammars need."""
+    num_snapshots: int = 0
+    """Windows that the device keeps for a prefix cache; 0 for no such cache."""
+    keep_tokens: int = 0
+    """Tokens that a bounded replay keeps in the decoder's layers; 0 for exact prefill."""
 
     @classmethod
     def of(cls, runner: StepRunner) -> "EngineLimits":
@@ -39,6 +47,9 @@ class EngineLimits:
             num_blocks=runner.num_blocks,
             prefill_chunk_size=runner.prefill_chunk_sizes[-1],
             vocab_size=runner.vocab_size,
+            num_snapshots=runner.num_snapshots,
+            keep_tokens=runner.keep_tokens,
+            has_rich=runner.has_rich,
         )
 
     @classmethod
@@ -58,6 +69,7 @@ class EngineLimits:
             num_blocks=num_blocks,
             prefill_chunk_size=config.scheduler.prefill_chunk_sizes[-1],
             vocab_size=vocab_size,
+            has_rich=config.grid.rich,
         )
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -81,6 +93,10 @@ def build_request(
     """
     _check_token_ids("prompt token id", prompt_token_ids, limits.vocab_size)
     _check_token_ids("stop token id", params.stop_token_ids, limits.vocab_size)
+    _check_token_ids("logit_bias key", tuple(params.logit_bias or ()), limits.vocab_size)
+    if params.structured_outputs is not None:
+        trigger = params.structured_outputs.trigger_token_ids
+        _check_token_ids("trigger token id", trigger, limits.vocab_size)
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise RequestError("the prompt is empty; it needs at least 1 token")
@@ -100,6 +116,8 @@ def build_request(
     max_seq_len = limits.max_model_len
     if params.max_tokens is not None:
         max_seq_len = min(max_seq_len, num_prompt + params.max_tokens)
+    rich = RichParams.of(params, eos_token_id)
+    _check_rich(params, rich, max_seq_len - num_prompt, limits)
     num_needed = limits.num_blocks_for(max_seq_len)
     if num_needed >= limits.num_blocks:
         raise RequestError(
@@ -107,7 +125,7 @@ def build_request(
             f"{num_needed} cache blocks of {limits.block_size} tokens; "
             f"the pool has {limits.num_blocks - 1}"
         )
-    return Request(
+    request = Request(
         request_id,
         prompt_token_ids,
         max_seq_len=max_seq_len,
@@ -118,7 +136,43 @@ def build_request(
         top_p=float(params.top_p),
         top_k=params.top_k,
         max_drafts=max_drafts,
+        min_p=float(params.min_p),
+        rich=rich,
     )
+    if params.structured_outputs is not None:
+        request.grammar = RequestGrammar(params.structured_outputs, eos_token_id)
+    return request
+
+
+def _check_rich(
+    params: SamplingParams, rich: RichParams, num_left: int, limits: EngineLimits
+) -> None:
+    """Refuse what the deployment has no steps for, and a min_tokens that cannot be kept.
+
+    num_left: tokens that the context leaves for the output.
+    """
+    others = ("prompt_logprobs", "structured_outputs")
+    asked = [*rich.names, *(name for name in others if getattr(params, name) is not None)]
+    if asked and not limits.has_rich:
+        raise RequestError(
+            f"{asked[0]} is not served by this deployment: it captures plain steps only "
+            "(grid.rich = false)"
+        )
+    if params.prompt_logprobs is not None and limits.keep_tokens:
+        raise RequestError(
+            "prompt_logprobs is not served by this deployment: prefill.bounded_replay leaves the "
+            f"decoder's layers out for all but the last {limits.keep_tokens} tokens"
+        )
+    if params.min_tokens > num_left:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}; the context of {limits.max_model_len} tokens "
+            f"leaves room for {num_left} behind the prompt"
+        )
+    if params.min_tokens and len(rich.banned_token_ids) >= limits.vocab_size:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens} and every token of the vocabulary is a stop token: "
+            "none is left to choose"
+        )
 
 
 def _check_token_ids(what: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -20,8 +20,8 @@ from typing import Self
 from decodegrid.engine.async_sinks import FutureSink, Mailbox, Sink
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.output_stream import OutputStream
-from decodegrid.engine.request import RequestOutput, StreamOutput
 from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.request_output import RequestOutput, StreamOutput
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.stream_table import Prompt
 
@@ -38,6 +38,7 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
+        llm.require_whole("AsyncLLM")
         self._llm = llm
         self._table = llm.stream_table
         self._changed = threading.Condition()

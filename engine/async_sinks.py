@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
-from decodegrid.engine.request import RequestOutput, StreamOutput
+from decodegrid.engine.request_output import RequestOutput, StreamOutput
 
 
 class Sink(Protocol):
@@ -114,4 +114,9 @@ def _same_completion(waiting: StreamOutput, piece: StreamOutput) -> bool:
 
 def _joined(older: StreamOutput, newer: StreamOutput) -> StreamOutput:
     """One piece for two of the same completion."""
-    return replace(newer, text=older.text + newer.text, token_ids=older.token_ids + newer.token_ids)
+    return replace(
+        newer,
+        text=older.text + newer.text,
+        token_ids=older.token_ids + newer.token_ids,
+        logprobs=None if newer.logprobs is None else (older.logprobs or ()) + newer.logprobs,
+    )

@@ -2,22 +2,28 @@
 
 Owns which fields are understood and what they mean here. Every field is honoured, or asks for what
 happens anyway (such as `stream: false`), or is refused by name; none is dropped. Beside OpenAI's
-fields those of SamplingParams are understood. Data flow: body -> prompt and SamplingParams;
-RequestOutput -> body.
+fields those of SamplingParams are understood. Log-probabilities have a file of their own. Data
+flow: body -> prompt and SamplingParams; RequestOutput -> body.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from decodegrid.configs.sections import SamplingSection
-from decodegrid.engine.request import RequestOutput
+from decodegrid.engine.batch_form import FORM_FIELDS, read_form
+from decodegrid.engine.batch_logprobs import (
+    Json,
+    chat_logprobs,
+    completion_logprobs,
+    num_logprobs,
+    prompt_logprobs_json,
+)
 from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.request_output import CompletionOutput, RequestOutput
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.tokenizer import ChatMessage, Tokenizer
 
-Json = Any
-"""What json.loads makes."""
 Kind = Literal["completion", "chat"]
 
 URLS: Final[Mapping[str, Kind]] = {
@@ -43,20 +49,19 @@ _SAMPLING: Final = (
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
+    "prompt_logprobs",
 )
-"""Fields that SamplingParams checks, and refuses where it does not support them."""
+"""Fields that SamplingParams checks."""
+_LOGPROBS: Final = ("logprobs", "top_logprobs")
 
 _INERT: Final[Mapping[str, tuple[Json, ...]]] = {
     "stream": (False,),
     "stream_options": (),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
 }
 """Fields that must ask for what happens anyway: null, or one of these values."""
 
@@ -92,7 +97,7 @@ def read_body(
     fields = {name: value for name, value in body.items() if value is not None}
     source = "messages" if kind == "chat" else "prompt"
     lengths = ("max_tokens", "max_completion_tokens") if kind == "chat" else ("max_tokens",)
-    known = {"model", "user", source, *lengths, *_SAMPLING, *_INERT}
+    known = {"model", "user", source, *lengths, *_SAMPLING, *_LOGPROBS, *FORM_FIELDS, *_INERT}
     for name in body:
         if name not in known:
             raise BodyError(f"{name} is not supported", name)
@@ -103,22 +108,20 @@ def read_body(
         if not isinstance(fields.get(name, ""), str):
             raise BodyError(f"{name} must be a string, got {_kind_name(fields[name])}", name)
     prompt = _read_prompt(fields) if kind == "completion" else _read_chat(fields, tokenizer)
-    return BodyRequest(kind, fields.get("model", ""), prompt, _read_params(fields, defaults))
+    return BodyRequest(kind, fields.get("model", ""), prompt, _read_params(kind, fields, defaults))
 
 
-def answer_body(request: BodyRequest, output: RequestOutput, created: int) -> dict[str, Json]:
+def answer_body(
+    request: BodyRequest, output: RequestOutput, created: int, tokenizer: Tokenizer
+) -> dict[str, Json]:
     """The body that answers a request. created: seconds since 1970."""
-    choices = []
-    for completion in output.outputs:
-        choice: dict[str, Json] = {"index": completion.index}
-        if request.kind == "chat":
-            choice["message"] = {"role": "assistant", "content": completion.text}
-        else:
-            choice["text"] = completion.text
-        choice["logprobs"] = None
-        choice["finish_reason"] = completion.finish_reason
-        choice["stop_reason"] = completion.stop_reason
-        choices.append(choice)
+    choices = [_choice(request, completion, tokenizer) for completion in output.outputs]
+    extra: dict[str, Json] = {}
+    if output.prompt_logprobs is not None:
+        extra["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
+    if request.kind == "completion":
+        choices = [{**choice, **extra} for choice in choices]
+        extra = {}
     num_prompt = len(output.prompt_token_ids)
     num_output = sum(len(completion.token_ids) for completion in output.outputs)
     return {
@@ -127,6 +130,7 @@ def answer_body(request: BodyRequest, output: RequestOutput, created: int) -> di
         "created": created,
         "model": request.model,
         "choices": choices,
+        **extra,
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
@@ -140,7 +144,29 @@ def answer_body(request: BodyRequest, output: RequestOutput, created: int) -> di
     }
 
 
-def _read_params(fields: Mapping[str, Json], defaults: SamplingSection) -> SamplingParams:
+def _choice(
+    request: BodyRequest, completion: CompletionOutput, tokenizer: Tokenizer
+) -> dict[str, Json]:
+    choice: dict[str, Json] = {"index": completion.index}
+    tokens, num_top = completion.logprobs, request.params.logprobs
+    if request.kind == "chat":
+        choice["message"] = {"role": "assistant", "content": completion.text}
+    else:
+        choice["text"] = completion.text
+    if tokens is None or num_top is None:
+        choice["logprobs"] = None
+    elif request.kind == "chat":
+        choice["logprobs"] = chat_logprobs(tokens, num_top, tokenizer)
+    else:
+        choice["logprobs"] = completion_logprobs(tokens, tokenizer)
+    choice["finish_reason"] = completion.finish_reason
+    choice["stop_reason"] = completion.stop_reason
+    return choice
+
+
+def _read_params(
+    kind: Kind, fields: Mapping[str, Json], defaults: SamplingSection
+) -> SamplingParams:
     given = {name: fields[name] for name in _SAMPLING if name in fields}
     for name in ("temperature", "top_p", "top_k"):
         given.setdefault(name, getattr(defaults, name))
@@ -149,13 +175,29 @@ def _read_params(fields: Mapping[str, Json], defaults: SamplingSection) -> Sampl
         raise BodyError("max_tokens and max_completion_tokens are both given", lengths[0])
     given["max_tokens"] = fields[lengths[0]] if lengths else defaults.max_tokens
     try:
+        given["logprobs"] = num_logprobs(kind, fields)
+        if isinstance(given.get("logit_bias"), dict):
+            given["logit_bias"] = _read_logit_bias(given["logit_bias"])
+        given["structured_outputs"] = read_form(fields)
         return SamplingParams(**given)
     except RequestError as error:
         message = str(error)
-        params = [name for name in ("max_tokens", *_SAMPLING) if _names(message, name)]
+        known = ("max_tokens", *_SAMPLING, *_LOGPROBS, *FORM_FIELDS)
+        params = [name for name in known if _names(message, name)]
         # max_tokens may have come under its other name.
         param = lengths[0] if params == ["max_tokens"] and lengths else next(iter(params), None)
         raise BodyError(message, param) from None
+
+
+def _read_logit_bias(bias: Mapping[str, Json]) -> dict[int, Json]:
+    """JSON's keys are strings; raises RequestError for one that is not a token id's digits."""
+    found = {}
+    for key, value in bias.items():
+        # One spelling for an id, so that none is given twice; no id has as many digits as an int64.
+        if not (key.isascii() and key.isdigit() and len(key) < 19 and str(int(key)) == key):
+            raise RequestError(f"logit_bias must have token ids as its keys, got {_shown(key)}")
+        found[int(key)] = value
+    return found
 
 
 def _names(message: str, name: str) -> bool:

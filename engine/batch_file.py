@@ -19,16 +19,16 @@ from decodegrid.engine.batch_body import (
     URLS,
     BodyError,
     BodyRequest,
-    Json,
     Kind,
     answer_body,
     read_body,
 )
+from decodegrid.engine.batch_logprobs import Json
 from decodegrid.engine.cli_input import decode_utf8
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.output_stream import OutputStream
-from decodegrid.engine.request import RequestOutput
 from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.request_output import RequestOutput
 
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 
@@ -185,8 +185,14 @@ class _Batch:
         self._streams.append(stream)
 
     def _done(self, index: int, output: RequestOutput) -> dict[str, Json]:
+        request = self._requests.pop(index)
+        failed = [completion.error for completion in output.outputs if completion.error is not None]
+        if failed:
+            error = {"message": failed[0], "type": "server_error", "param": None, "code": None}
+            response = _response(500, output.request_id, {"error": error})
+            return _answer(output.request_id, self._custom_ids[index], response)
         self.num_done += 1
-        body = answer_body(self._requests.pop(index), output, int(time.time()))
+        body = answer_body(request, output, int(time.time()), self._llm.tokenizer)
         response = _response(200, output.request_id, body)
         return _answer(output.request_id, self._custom_ids[index], response)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from decodegrid.capture.backend import CaptureBackend, CapturedGraph, Step, capture_all
+from decodegrid.capture.backend import CaptureBackend
 from decodegrid.capture.compile import RegionCompiler
 from decodegrid.capture.counters import CaptureCounters
 from decodegrid.capture.cpu import CpuBackend
 from decodegrid.capture.cuda import CudaBackend
-from decodegrid.capture.grid import GraphKey, Grid, build_grid
+from decodegrid.capture.grid import Grid, build_grid
 from decodegrid.capture.lowering import Backend, CompileOptions
 from decodegrid.capture.phases import PhaseClock, Progress
 from decodegrid.capture.region_store import RegionStore
@@ -38,15 +38,15 @@ from decodegrid.engine.pool_size import (
     size_pool,
 )
 from decodegrid.engine.region_facts import region_facts
-from decodegrid.engine.runner import PrefillKey, Runner
+from decodegrid.engine.runner import Runner
+from decodegrid.engine.step_graphs import StepParts, capture_graphs, num_graphs
+from decodegrid.engine.window_snapshots import WindowSnapshots
 from decodegrid.graphs.checkpoint import load_model
-from decodegrid.graphs.decode_step import decode_step
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.model_config import ModelConfig
-from decodegrid.graphs.prefill_step import prefill_step
 from decodegrid.graphs.regions import RegionTable, build_regions
 from decodegrid.graphs.state import Capacity, allocate_state
-from decodegrid.graphs.step_buffers import StepBuffers, allocate_buffers
+from decodegrid.graphs.step_buffers import allocate_buffers
 from decodegrid.graphs.step_weights import storage_form
 from decodegrid.graphs.target_step import StepModel
 from decodegrid.graphs.weight_packing import pack_weights
@@ -70,6 +70,8 @@ class RunnerOptions:
     """Where the native CPU kernels are built; None leaves plain torch behind the ops."""
     deployment: DeploymentConfig | None = None
     """Decides the blocks of the pool once the weights are in memory; None takes the capacity's."""
+    num_snapshots: int = 0
+    """Windows to keep for a prefix cache; the capacity has the slack that they need."""
 
 
 def make_regions(
@@ -87,36 +89,10 @@ def make_regions(
     )
 
 
-def capture_graphs(
-    model: StepModel,
-    buffers: StepBuffers,
-    regions: RegionTable,
-    options: RunnerOptions,
-    backend: CaptureBackend,
-    counters: CaptureCounters,
-    clock: PhaseClock,
-    progress: Progress | None,
-) -> tuple[dict[GraphKey, CapturedGraph], dict[int, CapturedGraph]]:
-    """Capture every prefill size and every pair of the grid, largest first.
-
-    Rows stay at slot 0 meanwhile, so that capture writes null rows only.
-    """
+def draft_divisors(options: RunnerOptions) -> torch.Tensor:
+    """(K,) divisors of the confidence logits, on the device in their dtype."""
     wide = torch.promote_types(options.dtype, torch.float32)
-    temperatures = torch.tensor(options.draft_temperatures, dtype=wide, device=options.device)
-
-    def make_prefill(key: PrefillKey) -> Step:
-        return lambda: prefill_step(regions, model, buffers, key.num_tokens)
-
-    def make_decode(key: GraphKey) -> Step:
-        return lambda: decode_step(
-            regions, model, buffers, temperatures, key.num_reqs, key.num_query_tokens
-        )
-
-    sizes = [PrefillKey(size) for size in sorted(options.prefill_chunk_sizes, reverse=True)]
-    prefill = capture_all(sizes, backend, make_prefill, counters, clock, progress)
-    order = options.grid.capture_order()
-    decode = capture_all(order, backend, make_decode, counters, clock, progress)
-    return decode, {key.num_tokens: graph for key, graph in prefill.items()}
+    return torch.tensor(options.draft_temperatures, dtype=wide, device=options.device)
 
 
 def storage_dtype(options: RunnerOptions) -> torch.dtype | None:
@@ -192,6 +168,12 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
         chunk = max(options.prefill_chunk_sizes)
         buffers = allocate_buffers(config, capacity, chunk, options.dtype, options.device)
         step_model = StepModel(config, weights, state)
+    snapshots = None
+    if options.num_snapshots:
+        words = f"{options.num_snapshots} window snapshots (cache.prefix_snapshots)"
+        with clock.phase("allocate"), torch.no_grad(), named_allocation(words):
+            snapshots = WindowSnapshots(config, state, options.num_snapshots)
+        cache_notes.append(snapshots.note())
     if options.native_cache_dir is not None:
         with clock.phase("native kernels"):
             install_native_kernels(options.native_cache_dir)
@@ -213,12 +195,13 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
     )
     progress = None
     if options.show_progress:
-        graphs = len(options.grid) + len(options.prefill_chunk_sizes)
-        progress = Progress(counters.planned_compilations + graphs)
+        planned = num_graphs(options.grid, len(options.prefill_chunk_sizes), rich=capacity.rich)
+        progress = Progress(counters.planned_compilations + planned)
         compiler.progress = progress
     try:
-        decode, prefill = capture_graphs(
-            step_model, buffers, regions, options, backend, counters, clock, progress
+        graphs = capture_graphs(
+            StepParts(regions, step_model, buffers, draft_divisors(options)),
+            options.grid, options.prefill_chunk_sizes, backend, counters, clock, progress,
         )
     finally:
         if progress is not None:
@@ -228,7 +211,9 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
     clock.stop()
     store_notes = store.notes if store is not None else ()
     report = start_up_report(clock, counters, [*cache_notes, *store_notes])
-    return Runner(step_model, buffers, options.grid, decode, prefill, counters, report, facts)
+    runner = Runner(step_model, buffers, options.grid, graphs, counters, report, facts)
+    runner.snapshots = snapshots
+    return runner
 
 
 def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runner:
@@ -260,6 +245,7 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
         drafts,
         config.grid.num_reqs,
         config.grid.num_query_tokens_per_req,
+        config.grid.pairs,
     )
     options = RunnerOptions(
         capacity=capacity,
@@ -274,5 +260,6 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
         show_progress=config.compile.progress,
         native_cache_dir=loaded.cache_dir if config.model.device == "cpu" else None,
         deployment=config,
+        num_snapshots=config.cache.prefix_snapshots if config.cache.prefix_cache == "on" else 0,
     )
     return make_runner(model, options, clock)

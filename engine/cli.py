@@ -2,8 +2,8 @@
 
 Owns the command line's grammar and what becomes of an error: one line on standard error and exit
 status 2 for what a user can cause, 130 after Ctrl-C, 141 when the reader of the output has gone.
-The subcommands do the work in cli_generate.py, cli_chat.py,
-cli_batch.py, cli_config.py, cli_profile.py, cli_inspect.py and cli_convert.py.
+The subcommands do the work in cli_generate.py, cli_chat.py, cli_batch.py, cli_config.py,
+cli_profile.py, cli_plan.py, cli_inspect.py, cli_convert.py and cli_replay.py.
 """
 
 import argparse
@@ -20,7 +20,9 @@ from decodegrid.engine.cli_config import add_config_parser
 from decodegrid.engine.cli_convert import add_convert_parser
 from decodegrid.engine.cli_generate import add_generate_parser
 from decodegrid.engine.cli_inspect import add_inspect_parser
+from decodegrid.engine.cli_plan import add_plan_parser
 from decodegrid.engine.cli_profile import add_profile_parser
+from decodegrid.engine.cli_replay import add_replay_parser
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.terminal_text import printable
 
@@ -54,8 +56,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_batch_parser(commands)
     add_config_parser(commands)
     add_profile_parser(commands)
+    add_plan_parser(commands)
     add_inspect_parser(commands)
     add_convert_parser(commands)
+    add_replay_parser(commands)
     return parser
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.batch_file import check_output, read_batch, run_batch
-from decodegrid.engine.cli_options import add_config_options, load_from_options
+from decodegrid.engine.cli_options import add_config_options, add_trace_option, load_from_options
+from decodegrid.engine.grid_trace import check_trace_target, save_trace
 from decodegrid.engine.llm import LLM
 
 
@@ -33,6 +34,7 @@ def add_batch_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT if it exists")
     add_config_options(parser)
+    add_trace_option(parser)
     parser.add_argument(
         "--no-report", action="store_true", help="no closing report on standard error"
     )
@@ -43,6 +45,7 @@ def _batch(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -
     loaded = load_from_options(args)
     # Before the start-up, which takes a while.
     check_output(args.source, args.output, overwrite=args.overwrite)
+    check_trace_target(args.trace)
     lines = read_batch(args.source)
     llm = build_llm(loaded)
     try:
@@ -51,4 +54,7 @@ def _batch(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -
     finally:
         if not args.no_report and llm.stats.num_decode_steps:
             print(llm.report(), file=sys.stderr)
+        note = save_trace(llm.stats.grid, args.trace, f"decodegrid batch {args.source.name}")
+        if note and not args.no_report:
+            print(note, file=sys.stderr)
     return 0

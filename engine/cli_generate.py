@@ -7,20 +7,26 @@ streams, the later ones are held until their turn. Text comes in whole character
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.cli_input import STANDARD_INPUT, decode_utf8
+from decodegrid.engine.cli_logprobs import logprob_lines
 from decodegrid.engine.cli_options import (
     add_config_options,
+    add_grammar_options,
     add_sampling_options,
+    add_trace_option,
+    grammar_from_options,
     load_from_options,
     sampling_from_options,
 )
+from decodegrid.engine.grid_trace import check_trace_target, save_trace
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.prompt_check import check_prompts
-from decodegrid.engine.request import StreamOutput
 from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.request_output import RequestOutput, StreamOutput
 
 _HEADING_WIDTH = 60
 
@@ -39,14 +45,30 @@ def add_generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
     )
     add_config_options(parser)
     add_sampling_options(parser)
+    add_grammar_options(parser)
+    add_trace_option(parser)
+    for name, what in (("logprobs", "token"), ("prompt-logprobs", "token of the prompt")):
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            metavar="N",
+            help=f"print the log-probability of each {what} and of the N most probable ones "
+            "(0 to 20) behind the text",
+        )
     parser.set_defaults(run=_generate)
 
 
 def _generate(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -> int:
     loaded = load_from_options(args)
-    params = sampling_from_options(args, loaded)
+    params = replace(
+        sampling_from_options(args, loaded),
+        logprobs=args.logprobs,
+        prompt_logprobs=args.prompt_logprobs,
+        structured_outputs=grammar_from_options(args),
+    )
     prompts = _read_prompts(args)
     check_prompts(loaded, prompts, params)  # before the start-up, which takes a while
+    check_trace_target(args.trace)
     llm = build_llm(loaded)
     try:
         _print_outputs(llm.stream(prompts, params), prompts)
@@ -54,6 +76,9 @@ def _generate(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]
         if not args.no_report and llm.stats.num_decode_steps:
             for report in (llm.start_up_report, llm.report()):
                 print(report, file=sys.stderr)
+        note = save_trace(llm.stats.grid, args.trace, "decodegrid generate")
+        if note and not args.no_report:
+            print(note, file=sys.stderr)
     return 0
 
 
@@ -84,22 +109,31 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _print_outputs(pieces: Iterable[StreamOutput], prompts: list[str]) -> None:
-    """Print the text of prompt 0 as it comes, then that of prompt 1, and so on."""
+    """Print the text of prompt 0 as it comes, then that of prompt 1, and so on.
+
+    Raises ValueError, when all have ended, if the engine failed one.
+    """
     held: list[list[str]] = [[] for _ in prompts]
-    finished = [False] * len(prompts)
+    results: list[RequestOutput | None] = [None] * len(prompts)
     current = 0
     _print_heading(current, prompts)
     for piece in pieces:
         held[piece.index].append(piece.text)
-        finished[piece.index] = piece.finish_reason is not None
+        results[piece.index] = piece.output
         while current < len(prompts):
             _write("".join(held[current]))
             held[current].clear()
-            if not finished[current]:
+            result = results[current]
+            if result is None:
                 break
             _write("\n")
+            _write("".join(f"{line}\n" for line in logprob_lines(result)))
             current += 1
             _print_heading(current, prompts)
+    for index, result in enumerate(results):
+        if result is not None and result.outputs[0].error is not None:
+            where = f"prompt {index}: " if len(prompts) > 1 else ""
+            raise ValueError(f"{where}{result.outputs[0].error}")
 
 
 def _print_heading(index: int, prompts: list[str]) -> None:

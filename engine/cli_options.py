@@ -7,6 +7,8 @@ import argparse
 from pathlib import Path
 
 from decodegrid.configs.load import LoadedConfig, load_config
+from decodegrid.engine.cli_input import decode_utf8
+from decodegrid.engine.grammar_params import StructuredOutputsParams
 from decodegrid.engine.sampling_params import SamplingParams
 
 
@@ -44,10 +46,77 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="draw from the N most probable tokens, -1 for all (default: the deployment's)",
     )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="leave out tokens below this share of the highest probability, 0 to 1",
+    )
+    for name, meaning in (
+        ("presence", "taken from the logit of what the output holds, -2 to 2"),
+        ("frequency", "the same, as often as the output holds it"),
+    ):
+        parser.add_argument(f"--{name}-penalty", type=float, default=0.0, metavar="X", help=meaning)
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divides the logit of what prompt or output hold; above 1 repeats less",
+    )
+    parser.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="ID=X",
+        help="add X, -100 to 100, to the logit of a token id; may be given again",
+    )
+    parser.add_argument(
+        "--min-tokens", type=int, default=0, metavar="N", help="no end before N tokens are out"
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given again",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="default: a new one each time")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
     parser.add_argument(
         "--no-report", action="store_true", help="no closing report on standard error"
+    )
+
+
+def add_grammar_options(parser: argparse.ArgumentParser) -> None:
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--json-schema", type=Path, metavar="FILE", help="text that is JSON after this schema"
+    )
+    form.add_argument("--regex", metavar="PATTERN", help="text that this expression matches whole")
+    form.add_argument(
+        "--grammar", type=Path, metavar="FILE", help="text of this EBNF grammar, from its rule root"
+    )
+
+
+def grammar_from_options(args: argparse.Namespace) -> StructuredOutputsParams | None:
+    """What the options of add_grammar_options ask for. Raises RequestError, OSError and
+    ValueError."""
+    if args.json_schema is not None:
+        return StructuredOutputsParams(json=_read_text(args.json_schema))
+    if args.grammar is not None:
+        return StructuredOutputsParams(grammar=_read_text(args.grammar))
+    return None if args.regex is None else StructuredOutputsParams(regex=args.regex)
+
+
+def add_trace_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write the batches of the run there, for decodegrid plan",
     )
 
 
@@ -65,5 +134,24 @@ def sampling_from_options(args: argparse.Namespace, loaded: LoadedConfig) -> Sam
         seed=args.seed,
         top_p=defaults.top_p if args.top_p is None else args.top_p,
         top_k=defaults.top_k if args.top_k is None else args.top_k,
+        min_p=args.min_p,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        repetition_penalty=args.repetition_penalty,
+        logit_bias=dict(args.logit_bias) or None,
+        min_tokens=args.min_tokens,
+        stop=args.stop,
         ignore_eos=args.ignore_eos,
     )
+
+
+def _read_text(path: Path) -> str:
+    return decode_utf8(str(path), path.read_bytes())
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form ID=X") from None

@@ -16,6 +16,8 @@ from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.compute_dtypes import DTYPES
 from decodegrid.engine.pool_size import resolve_num_blocks
 from decodegrid.engine.tokenizer import Tokenizer
+from decodegrid.engine.window_snapshots import window_slack
+from decodegrid.graphs.bounded_replay import check_bounded_replay
 from decodegrid.graphs.checkpoint import (
     WeightForm,
     check_form,
@@ -32,14 +34,21 @@ MAX_NGRAM = 4
 
 def capacity_of(config: DeploymentConfig, num_blocks: int) -> Capacity:
     """What the deployment chooses about state; num_blocks: of the pool, as `size_pool` says."""
+    drafts, slack = config.speculation.num_draft_tokens, 0
+    if config.cache.prefix_cache == "on":
+        slack = window_slack(config.cache.block_size, drafts)
     return Capacity(
         config.scheduler.max_num_reqs + 1,
         num_blocks,
         config.cache.block_size,
         config.scheduler.max_model_len,
-        config.speculation.num_draft_tokens,
+        drafts,
         config.speculation.verify,
         config.cache.kv_cache,
+        slack,
+        config.grid.rich,
+        config.prefill.bounded_replay,
+        config.prefill.keep_tokens,
     )
 
 
@@ -54,6 +63,9 @@ def weight_form(config: DeploymentConfig, model: ModelConfig) -> WeightForm:
 def check_model(config: ModelConfig, capacity: Capacity) -> None:
     """Refuse deployments that this model cannot serve, naming both sides."""
     check_channels(config, capacity.kv_cache)
+    check_bounded_replay(
+        config, capacity.bounded_replay, capacity.keep_tokens, capacity.num_draft_tokens
+    )
     if config.engram_layer_ids and config.engram_max_ngram_size > MAX_NGRAM:
         raise ValueError(
             f"engram_max_ngram_size is {config.engram_max_ngram_size}; "

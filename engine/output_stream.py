@@ -7,13 +7,23 @@ engine: the stream table feeds it after each step, and whoever asked for the req
 from collections import deque
 from collections.abc import Sequence
 
-from decodegrid.engine.request import CompletionOutput, Request, RequestOutput, StreamOutput
+from decodegrid.engine.logprobs import TokenLogprobs
+from decodegrid.engine.request import Request
+from decodegrid.engine.request_output import CompletionOutput, RequestOutput, StreamOutput
 
 
 class OutputStream:
     """The output side of one prompt."""
 
-    __slots__ = ("_num_unfinished", "index", "pieces", "prompt", "request_id", "requests")
+    __slots__ = (
+        "_num_logprobs_given",
+        "_num_unfinished",
+        "index",
+        "pieces",
+        "prompt",
+        "request_id",
+        "requests",
+    )
 
     def __init__(
         self, index: int, request_id: str, prompt: str | None, requests: Sequence[Request]
@@ -24,6 +34,7 @@ class OutputStream:
         self.request_id = request_id
         self.prompt = prompt
         self.requests = tuple(requests)
+        self._num_logprobs_given = [0] * len(self.requests)
         self._num_unfinished = len(self.requests)
         self.pieces: deque[StreamOutput] = deque()
         """Pieces not yet taken, oldest first; streams that are read together may share one."""
@@ -47,6 +58,8 @@ class OutputStream:
                 output=self.output() if self.is_finished else None,
                 completion_index=request.completion,
                 stop_reason=request.stop_reason,
+                error=request.error,
+                logprobs=self._take_logprobs(request, len(token_ids)),
             )
         )
 
@@ -67,7 +80,18 @@ class OutputStream:
             num_verified=sum(request.num_verified for request in self.requests),
             num_accepted=sum(request.num_accepted for request in self.requests),
             num_preemptions=sum(request.num_preemptions for request in self.requests),
+            prompt_logprobs=(
+                None if first.prompt_logprobs is None else tuple(first.prompt_logprobs.tokens)
+            ),
         )
+
+    def _take_logprobs(self, request: Request, count: int) -> tuple[TokenLogprobs, ...] | None:
+        """Those of the next `count` tokens of a request; None where it did not ask for any."""
+        if request.logprobs is None:
+            return None
+        start = self._num_logprobs_given[request.completion]
+        self._num_logprobs_given[request.completion] = start + count
+        return tuple(request.logprobs.tokens[start : start + count])
 
 
 def _completion(request: Request) -> CompletionOutput:
@@ -77,5 +101,8 @@ def _completion(request: Request) -> CompletionOutput:
         text=request.text.whole,
         token_ids=tuple(request.output_token_ids),
         finish_reason=request.finish_reason,
+        logprobs=None if request.logprobs is None else tuple(request.logprobs.tokens),
+        cumulative_logprob=None if request.logprobs is None else request.logprobs.cumulative,
         stop_reason=request.stop_reason,
+        error=request.error,
     )

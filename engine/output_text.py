@@ -28,17 +28,23 @@ class OutputText:
         """All text that is certain so far."""
         return "".join([*self._taken, *self._fresh])
 
-    def push(self, token_id: int) -> str | None:
-        """Take one id; the stop string that its text completed, or None."""
-        return self._add(self._detokenizer.push((token_id,)))
+    def peek(self, token_id: int) -> str:
+        """Text that an id would add if it came next, stop strings not looked for."""
+        return self._detokenizer.peek(token_id)
 
-    def finish(self) -> str | None:
+    def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
+        """Take one id; the stop string that its text completed, or None.
+
+        may_stop: whether one that is completed by this id counts."""
+        return self._add(self._detokenizer.push((token_id,)), may_stop)
+
+    def finish(self, *, may_stop: bool = True) -> str | None:
         """No more ids: give free what was held back.
 
         Returns the stop string that is completed by the sign for a character without its end
         (U+FFFD), or None. A second call does nothing.
         """
-        matched = self._add(self._detokenizer.flush())
+        matched = self._add(self._detokenizer.flush(), may_stop)
         if self._stop is not None:
             self._fresh.append(self._stop.flush())
         return matched
@@ -50,11 +56,11 @@ class OutputText:
         self._taken.append(text)
         return text
 
-    def _add(self, text: str) -> str | None:
+    def _add(self, text: str, may_stop: bool) -> str | None:
         if self._stop is None:
             self._fresh.append(text)
             return None
         if self._stop.matched is not None:
             return None
-        self._fresh.append(self._stop.push(text))
+        self._fresh.append(self._stop.push(text, counts=may_stop))
         return self._stop.matched

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.admission import EngineLimits, build_request
+from decodegrid.engine.grammar_compiler import check_grammar
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.tokenizer import ChatMessage, Tokenizer
@@ -54,6 +55,8 @@ def _check(
         # That the tokenizer fits the model's vocabulary is for the start-up to say.
         limits=EngineLimits.of_deployment(loaded.config, tokenizer.vocab_size, _num_blocks(loaded)),
     )
+    if params.structured_outputs is not None:
+        check_grammar(params.structured_outputs.source)
 
 
 def _num_blocks(loaded: LoadedConfig) -> int:

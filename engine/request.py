@@ -1,19 +1,20 @@
-"""One request: its tokens and where it stands, and the outputs that a caller sees.
+"""One request: its tokens and where it stands.
 
 Owns the token list, the status and the counters of a request. Holds slot and block ids but does
 not hand them out (the scheduler does). Tokens come in through commit, are taken one at a time, and
-the first reason to end wins; what stands behind it is neither kept nor counted.
+the first reason to end wins; what stands behind it is neither kept nor counted, and its logprobs
+are not either.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
 
+from decodegrid.engine.grammar_matcher import RequestGrammar, TokenVerdict
+from decodegrid.engine.logprobs import OutputLogprobs, PromptLogprobList, RowLogprobs
 from decodegrid.engine.output_text import OutputText
+from decodegrid.engine.request_output import FinishReason
+from decodegrid.engine.rich_params import NEUTRAL, RichParams
 from decodegrid.engine.runner_protocol import HISTORY_LEN, MAX_STOP_TOKEN_IDS, SlotRequest
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestStatus(Enum):
@@ -25,35 +26,45 @@ class RequestStatus(Enum):
     STOPPED = "stop"
     LENGTH = "length"
     ABORTED = "abort"
+    FAILED = "error"
 
 
 _REASONS: dict[RequestStatus, FinishReason] = {
     RequestStatus.STOPPED: "stop",
     RequestStatus.LENGTH: "length",
     RequestStatus.ABORTED: "abort",
+    RequestStatus.FAILED: "error",
 }
 
 
 class Request:
-    """A checked request. Only the scheduler writes status, slot, block_ids and num_computed."""
+    """A checked request. Only the scheduler writes status, slot, block_ids, num_computed,
+    fresh and num_in_flight."""
 
     __slots__ = (
         "_stop_token_ids",
         "block_ids",
         "completion",
         "eos_token_id",
+        "error",
         "fresh",
+        "grammar",
+        "logprobs",
         "max_drafts",
         "max_seq_len",
+        "min_p",
         "num_accepted",
         "num_computed",
         "num_drafted",
+        "num_in_flight",
         "num_preemptions",
         "num_prompt_tokens",
         "num_verified",
         "order",
         "priority",
+        "prompt_logprobs",
         "request_id",
+        "rich",
         "seed",
         "slot",
         "status",
@@ -79,6 +90,8 @@ class Request:
         top_p: float = 1.0,
         top_k: int = -1,
         max_drafts: int | None = None,
+        min_p: float = 0.0,
+        rich: RichParams = NEUTRAL,
     ) -> None:
         """max_seq_len: prompt and output tokens at which the request ends ("length").
         eos_token_id: the one of stop_token_ids that is the end of text. max_drafts: drafts that a
@@ -96,8 +109,17 @@ class Request:
         self.top_p = top_p
         self.top_k = top_k
         self.max_drafts = max_drafts
+        self.min_p = min_p
+        self.rich = rich
         self.text: OutputText | None = None
         """Decodes what is committed and looks for stop strings, where the request has text."""
+        self.grammar: RequestGrammar | None = None
+        """Advanced by every committed token, and the first to be asked whether it is the last."""
+        num_top = rich.num_logprobs
+        self.logprobs = None if num_top is None else OutputLogprobs(num_top)
+        """By output token; None where they were not asked for."""
+        self.prompt_logprobs: PromptLogprobList | None = None
+        """Where they were asked for: filled by the first prefill, which may skip no position."""
         self.completion = 0
         """Place among the completions of one prompt."""
         self.priority = 0
@@ -105,6 +127,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.stop_reason: str | int | None = None
         """Stop string or stop token id that ended it; None for the end of text and the rest."""
+        self.error: str | None = None
+        """Why it failed."""
         self.order = 0
         """Place in the order of arrival; ties are broken with it."""
         self.slot = 0
@@ -112,7 +136,9 @@ class Request:
         self.num_computed = 0
         """Tokens whose state the device has."""
         self.fresh = True
-        """No draft exists yet: the next decode step runs one query token."""
+        """No draft exists yet: the next decode step to be scheduled runs one query token."""
+        self.num_in_flight = 0
+        """Tokens that steps which are scheduled and not committed may add; 0 when there is none."""
         self.num_drafted = 0
         self.num_verified = 0
         self.num_accepted = 0
@@ -152,23 +178,42 @@ class Request:
             top_p=self.top_p,
             top_k=self.top_k,
             max_drafts=self.max_drafts,
+            min_p=self.min_p,
+            rich=self.rich,
         )
+        made.grammar = None if self.grammar is None else self.grammar.sibling()
         made.completion = completion
         made.priority = self.priority
         return made
 
     def commit(
-        self, token_ids: Sequence[int], *, num_drafted: int, num_verified: int
+        self,
+        token_ids: Sequence[int],
+        *,
+        num_drafted: int,
+        num_verified: int,
+        logprobs: RowLogprobs | None = None,
     ) -> tuple[int, ...]:
         """Take what a decode step emitted, one id after another, up to the one that ends it.
 
         token_ids: accepted drafts, then the target's own token. num_drafted, num_verified: drafts
-        of the step. Of a step that is cut, only the drafts for the ids that are kept count.
-        Returns the ids that were kept.
+        of the step. logprobs: the row's, which a request that asked for logprobs needs. Of a step
+        that is cut, only the drafts for the ids that are kept count. Returns the ids that were
+        kept.
         """
         kept = 0
         while kept < len(token_ids) and not self.is_finished:
-            self._append(token_ids[kept])
+            verdict = TokenVerdict.OPEN
+            if self.grammar is not None:
+                verdict = self.grammar.advance(token_ids[kept])
+                if verdict is TokenVerdict.REFUSED:
+                    self.fail(str(self.grammar.failure))
+                    break
+            if self.logprobs is not None:
+                assert logprobs is not None, "a request that asked for logprobs ran without them"
+                text_of = None if self.text is None else self.text.peek
+                self.logprobs.add(token_ids[kept], logprobs, kept, text_of)
+            self._append(token_ids[kept], is_complete=verdict is TokenVerdict.COMPLETE)
             kept += 1
         most = kept if kept < len(token_ids) else num_drafted
         self.num_drafted += min(num_drafted, most)
@@ -182,21 +227,37 @@ class Request:
         if self.text is not None:
             self.text.finish()
 
-    def _append(self, token_id: int) -> None:
-        """Commit one id and finish the request if it ends it: stop string, stop token, length."""
+    def fail(self, error: str) -> None:
+        """End it now, for a reason that is nobody else's."""
+        self.status = RequestStatus.FAILED
+        self.error = error
+        if self.text is not None:
+            self.text.finish()
+
+    def _append(self, token_id: int, *, is_complete: bool) -> None:
+        """Commit one id and finish the request if it ends it: grammar, stop string, stop token,
+        length. is_complete: the grammar ends with it."""
         self.token_ids.append(token_id)
-        stop_string = self.text.push(token_id) if self.text is not None else None
-        if stop_string is None:
+        # A stop string that ends with the grammar's text does not cut it.
+        may_stop = not is_complete and self.num_output_tokens > self.rich.min_tokens
+        stop_string = self._push_text(token_id, may_stop)
+        if is_complete:
+            self.status = RequestStatus.STOPPED
+        elif stop_string is None:
             if token_id in self._stop_token_ids:
                 self.status = RequestStatus.STOPPED
                 self.stop_reason = None if token_id == self.eos_token_id else token_id
             elif len(self.token_ids) >= self.max_seq_len:
                 self.status = RequestStatus.LENGTH
-            if self.is_finished and self.text is not None:
-                stop_string = self.text.finish()
+        if self.is_finished and self.text is not None:
+            stop_string = self.text.finish(may_stop=may_stop)
         if stop_string is not None:
             self.status = RequestStatus.STOPPED
             self.stop_reason = stop_string
+
+    def _push_text(self, token_id: int, may_stop: bool) -> str | None:
+        """Decode one id; the stop string that its text completes, or None."""
+        return None if self.text is None else self.text.push(token_id, may_stop=may_stop)
 
     def history(self, position: int) -> tuple[int, int, int]:
         """Token ids at position-3, position-2, position-1; -1 before the start."""
@@ -218,62 +279,10 @@ class Request:
             top_p=self.top_p,
             top_k=self.top_k,
             max_drafts=self.max_drafts,
+            min_p=self.min_p,
+            rich=self.rich.slot_request(
+                self.token_ids[: self.num_prompt_tokens],
+                self.output_token_ids,
+                has_grammar=self.grammar is not None,
+            ),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One completion of a prompt."""
-
-    index: int
-    """Place among the completions of the prompt, from 0."""
-    text: str
-    token_ids: tuple[int, ...]
-    """Emitted ids, the stop token or the one that completed a stop string included."""
-    finish_reason: FinishReason | None
-    logprobs: None = None
-    """Always None: this version refuses a request for logprobs."""
-    stop_reason: str | int | None = None
-    """The stop string or stop token id that ended it; None for the end of text and all else."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """The whole result of a request; its counts are sums over the completions.
-
-    Drafts at positions behind the end of a completion are in no count.
-    """
-
-    request_id: str
-    prompt: str | None
-    """The prompt's text; None when it was given as token ids."""
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    finished: bool
-    num_drafted: int
-    """Drafts that the drafter had made when a step of the request ran, whether it was allowed to
-    verify them or not."""
-    num_verified: int
-    num_accepted: int
-    """Drafts that became tokens of the output."""
-    num_preemptions: int
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOutput:
-    """What one step added to one completion of a stream."""
-
-    index: int
-    """Place of the prompt in the list given to stream()."""
-    request_id: str
-    text: str
-    """Text that became certain: whole characters in which no stop string can begin; may be empty.
-    """
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    """Why this completion ended, with its last piece."""
-    output: RequestOutput | None
-    """The whole result, with the last piece of the last completion only."""
-    completion_index: int = 0
-    """Which of the n completions the piece belongs to."""
-    stop_reason: str | int | None = None

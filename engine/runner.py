@@ -1,62 +1,43 @@
 """The runner: a model, its state and its captured grid behind the request side's protocol.
 
 Owns the device's tensors and the graphs, and is the only writer of slot rows. Knows slots, blocks
-and token counts; knows no requests. Data flow: the engine's loop calls prefill / start / decode;
-each fills a few static inputs, replays one captured graph and reads a few static outputs.
+and token counts; knows no requests. Data flow: the engine's loop calls prefill / start / launch;
+each fills a few static inputs and replays captured graphs; collect reads copies of a few static
+outputs. On the CPU a launch returns when its step has run.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from decodegrid.capture.backend import CapturedGraph
 from decodegrid.capture.counters import CaptureCounters
-from decodegrid.capture.grid import GraphKey, Grid
-from decodegrid.engine.runner_protocol import SlotRequest, StepResult
-from decodegrid.graphs.state import MAX_STOP_TOKEN_IDS
+from decodegrid.capture.grid import GraphKey, Grid, StepVariant
+from decodegrid.engine.graph_timer import GraphTime, GraphTimer
+from decodegrid.engine.host_copies import HostInput, HostOutputs, PendingCopies
+from decodegrid.engine.runner_protocol import (
+    LaunchedStep,
+    PromptLogprobs,
+    SlotRequest,
+    StepLogprobs,
+    StepResult,
+)
+from decodegrid.engine.slot_rows import write_rich, write_slot
+from decodegrid.engine.step_graphs import StepGraphs
+from decodegrid.engine.window_snapshots import WindowSnapshots
 from decodegrid.graphs.step_buffers import MIN_ROWS, StepBuffers
 from decodegrid.graphs.target_step import StepModel
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillKey:
-    """A captured prefill chunk of up to `num_tokens` tokens."""
+@dataclass(slots=True, eq=False)
+class DeviceStep(LaunchedStep):
+    """A launched step with the copies of its outputs; a rich one has them after both halves."""
 
-    num_tokens: int
-
-    def __str__(self) -> str:
-        return f"prefill {self.num_tokens}"
-
-
-class HostMirror:
-    """A small tensor that the host writes before or reads after a step.
-
-    On the CPU the host works on the tensor's own memory; on another device through a pinned copy.
-    """
-
-    __slots__ = ("_device_tensor", "_staging", "array")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._device_tensor = tensor
-        on_host = tensor.device.type == "cpu"
-        self._staging = None if on_host else torch.zeros_like(tensor, device="cpu").pin_memory()
-        source = tensor if self._staging is None else self._staging
-        self.array: NDArray[Any] = source.numpy()
-
-    def push(self) -> None:
-        """Make what the host wrote visible to the device."""
-        if self._staging is not None:
-            self._device_tensor.copy_(self._staging, non_blocking=True)
-
-    def pull(self) -> None:
-        """Make what the device wrote visible to the host; waits for it."""
-        if self._staging is not None:
-            self._staging.copy_(self._device_tensor)
+    copies: PendingCopies | None = None
+    graph_times: list[GraphTime] = field(default_factory=list)
+    """Of its one graph or its two."""
 
 
 class Runner:
@@ -67,8 +48,7 @@ class Runner:
         model: StepModel,
         buffers: StepBuffers,
         grid: Grid,
-        decode_graphs: dict[GraphKey, CapturedGraph],
-        prefill_graphs: dict[int, CapturedGraph],
+        graphs: StepGraphs,
         counters: CaptureCounters,
         start_up_report: str = "",
         facts: Mapping[str, str] | None = None,
@@ -76,27 +56,61 @@ class Runner:
         """facts: what the captured code and its speed depend on, by name."""
         capacity = model.state.capacity
         self.model, self.buffers, self.grid, self.counters = model, buffers, grid, counters
-        self.decode_graphs: Mapping[GraphKey, CapturedGraph] = decode_graphs
-        self._prefill_graphs = prefill_graphs
+        self._graphs = graphs
+        self.decode_graphs = graphs.fused
+        """The fused steps, whose times the verify budget counts with."""
+        self.rich_graphs = graphs.rich
         self.facts = dict(facts or {})
         self.num_draft_tokens = capacity.num_draft_tokens
         self.max_num_reqs = capacity.num_slots - 1
         self.max_model_len = capacity.max_model_len
         self.block_size, self.num_blocks = capacity.block_size, capacity.num_blocks
         self.vocab_size = model.config.vocab_size
+        self.has_rich = bool(graphs.rich)
         self.start_up_report = start_up_report
-        self.prefill_chunk_sizes = tuple(sorted(prefill_graphs))
-        rows = buffers.rows
-        self._slots, self._total = HostMirror(rows.slots), HostMirror(buffers.total)
-        self._token_ids = HostMirror(rows.token_ids)
-        self._num_emitted = HostMirror(rows.num_emitted)
-        self._query_lens = HostMirror(rows.query_lens)
-        self._confidence = HostMirror(model.state.slots.confidence)
+        self.snapshots: WindowSnapshots | None = None
+        """Where windows are kept for a prefix cache; None without one."""
+        self.prefill_chunk_sizes = tuple(sorted(graphs.prefill))
         self._max_drafts: dict[int, int] = {}
         """Started slots that may not have every draft verified."""
-        self._prompt, self._facts = (
-            HostMirror(buffers.prefill.token_ids),
-            HostMirror(buffers.prefill.facts),
+        self._rich_slots: set[int] = set()
+        self._half_step: DeviceStep | None = None
+        """A rich step between its halves."""
+        self._timer = GraphTimer(model.state.slots.seq_len.device)
+        self._make_copies()
+
+    def _make_copies(self) -> None:
+        buffers, slots = self.buffers, self.model.state.slots
+        rows, rich = buffers.rows, buffers.rich
+        self._slots, self._total = HostInput(rows.slots), HostInput(buffers.total)
+        self._prompt = HostInput(buffers.prefill.token_ids)
+        self._facts = HostInput(buffers.prefill.facts)
+        self._lower = HostInput(buffers.prefill.lower)
+        read = {
+            "token_ids": rows.token_ids,
+            "num_emitted": rows.num_emitted,
+            "query_lens": rows.query_lens,
+            "confidence": slots.confidence,
+            "drafts": slots.drafts,
+        }
+        self._outputs = HostOutputs(read)
+        self._rich_outputs = self._prompt_outputs = None
+        self._masks = self._following = None
+        self._has_masks = False
+        """Whether the masks of the last rich step are still in place."""
+        if rich is None:
+            return
+        self._masks, self._following = HostInput(rich.masks), HostInput(rich.following)
+        reported = {
+            "chosen": rich.chosen, "top_ids": rich.top_ids, "top_logprobs": rich.top_logprobs
+        }
+        self._rich_outputs = HostOutputs({**read, **reported})
+        self._prompt_outputs = HostOutputs(
+            {
+                "chosen": rich.prompt_chosen,
+                "top_ids": rich.prompt_top_ids,
+                "top_logprobs": rich.prompt_top_logprobs,
+            }
         )
 
     @property
@@ -106,7 +120,8 @@ class Runner:
 
     @property
     def num_captured(self) -> int:
-        """Captured graphs, decode pairs and prefill sizes together; still after ready."""
+        """Captured graphs, decode pairs and prefill sizes of all variants together; still after
+        ready."""
         return self.counters.num_captured
 
     def prefill(
@@ -116,8 +131,10 @@ class Runner:
         start: int,
         history: tuple[int, int, int],
         block_ids: Sequence[int],
-    ) -> None:
-        """Compute the state of positions start .. start + len(token_ids) - 1 of a slot."""
+        following: Sequence[int] | None = None,
+    ) -> PromptLogprobs | None:
+        """Compute the state of positions start .. start + len(token_ids) - 1 of a slot; with the
+        tokens that follow them, their log-probabilities too."""
         count = len(token_ids)
         size = next((size for size in self.prefill_chunk_sizes if size >= count), None)
         if size is None or count < 1:
@@ -130,24 +147,35 @@ class Runner:
         self._facts.array[:] = (slot, start, count, *history)
         self._prompt.push()
         self._facts.push()
-        self._prefill_graphs[size].replay()
+        self._graphs.prefill[size].replay()
+        return None if following is None else self._report_prompt(size, following)
+
+    def _report_prompt(self, size: int, following: Sequence[int]) -> PromptLogprobs:
+        """Log-probabilities of the chunk that was just prefilled in a graph of that size."""
+        count = len(following)
+        assert self._following is not None and self._prompt_outputs is not None
+        self._following.array[:count] = following
+        self._following.array[count:size] = 0
+        self._following.push()
+        self._graphs.prompt_reports[size].replay()
+        found = self._prompt_outputs.take().wait()
+        return PromptLogprobs(
+            found["chosen"][:count].astype(np.float32),
+            found["top_ids"][:count],
+            found["top_logprobs"][:count].astype(np.float32),
+        )
 
     def start(self, slot: int, request: SlotRequest, block_ids: Sequence[int]) -> None:
         """Write the slot row; the slot's next decode step verifies no draft."""
-        slots = self.model.state.slots
-        stops = [*request.stop_token_ids, *([-1] * MAX_STOP_TOKEN_IDS)][:MAX_STOP_TOKEN_IDS]
-        slots.last_token[slot] = request.last_token
-        slots.seq_len[slot] = request.seq_len
-        slots.history[slot] = torch.tensor(request.history)
-        slots.max_seq_len[slot] = request.max_seq_len
-        slots.num_drafts[slot] = 0
-        slots.confidence[slot] = 0.0
-        slots.temperature[slot] = request.temperature
-        slots.top_p[slot] = request.top_p
-        # A count past the vocabulary keeps every token, and may be past int64.
-        slots.top_k[slot] = min(request.top_k, self.vocab_size)
-        slots.seed[slot] = request.seed
-        slots.stop_token_ids[slot] = torch.tensor(stops)
+        state = self.model.state
+        write_slot(state.slots, slot, request, self.vocab_size)
+        if request.rich is not None and state.rich is None:
+            raise ValueError("the request needs the rich variant of steps, but grid.rich is off")
+        self._rich_slots.discard(slot)
+        if state.rich is not None:
+            write_rich(state.rich, slot, request.rich)
+        if request.rich is not None:
+            self._rich_slots.add(slot)
         self._max_drafts.pop(slot, None)
         if request.max_drafts is not None:
             self._max_drafts[slot] = request.max_drafts
@@ -162,8 +190,35 @@ class Runner:
     def stop(self, slot: int) -> None:
         """Forget a slot. Its row is rewritten before it is used again."""
         self._max_drafts.pop(slot, None)
+        self._rich_slots.discard(slot)
         self.model.state.slots.num_drafts[slot] = 0
         self.model.state.slots.block_table[slot] = 0
+
+    @property
+    def num_snapshots(self) -> int:
+        """Windows that can be kept."""
+        return 0 if self.snapshots is None else self.snapshots.num_snapshots
+
+    @property
+    def keep_tokens(self) -> int:
+        """Tokens that a bounded replay keeps; 0 where prefill is exact."""
+        capacity = self.model.state.capacity
+        return 0 if capacity.bounded_replay == "off" else capacity.keep_tokens
+
+    def bound_prefill(self, lower: int) -> None:
+        """Where the decoder's layers begin in the chunks to come."""
+        self._lower.array[0] = lower
+        self._lower.push()
+
+    def save_window(self, slot: int, snapshot: int, position: int) -> None:
+        """Keep the window before `position`, the slot's last block boundary, as a snapshot."""
+        assert self.snapshots is not None
+        self.snapshots.save(slot, snapshot, position)
+
+    def load_window(self, slot: int, snapshot: int, position: int) -> None:
+        """Begin a text in a slot at `position`, behind blocks and a window that are there."""
+        assert self.snapshots is not None
+        self.snapshots.load(slot, snapshot, position)
 
     def write_step(self, key: GraphKey, slots: Sequence[int], num_query_tokens: int) -> None:
         """Fill the static inputs of a pair's next replay."""
@@ -183,23 +238,75 @@ class Runner:
                     num_drafts = self.model.state.slots.num_drafts[slot]
                     num_drafts.clamp_(max=self._max_drafts[slot])
 
-    def decode(self, slots: Sequence[int], num_query_tokens: int) -> StepResult:
-        """Run one step over started slots."""
-        num_rows = len(slots)
-        key = self.grid.select(num_rows, num_query_tokens)
-        self.write_step(key, slots, num_query_tokens)
-        self.decode_graphs[key].replay()
+    def launch(self, slots: Sequence[int], num_query_tokens: int) -> LaunchedStep:
+        """Start one fused step over started slots that are not rich."""
+        assert self._rich_slots.isdisjoint(slots), "a rich slot in a fused step"
+        step = self._new_step(slots, num_query_tokens, StepVariant.FUSED)
+        step.graph_times.append(self._timer.run(self._graphs.fused[step.key].replay))
         self._limit_drafts(slots)
-        for mirror in (self._token_ids, self._num_emitted, self._query_lens, self._confidence):
-            mirror.pull()
-        query_lens = self._query_lens.array[:num_rows]
+        step.copies = self._outputs.take()
+        return step
+
+    def launch_forward(self, slots: Sequence[int], num_query_tokens: int) -> LaunchedStep:
+        """Start the first half of a rich step."""
+        step = self._new_step(slots, num_query_tokens, StepVariant.RICH)
+        step.graph_times.append(self._timer.run(self._graphs.rich[step.key].first.replay))
+        self._half_step = step
+        return step
+
+    def launch_choice(self, step: LaunchedStep, masks: NDArray[np.int32] | None) -> None:
+        """Start the second half of the step whose first half was launched last."""
+        assert step is self._half_step and self._masks is not None
+        assert isinstance(step, DeviceStep) and self._rich_outputs is not None
+        num_rows = len(step.slots)
+        if masks is not None:
+            self._masks.array[:num_rows] = masks.view(np.int32)
+            self._masks.push()
+        elif self._has_masks:
+            self._masks.array[...] = -1
+            self._masks.push()
+        self._has_masks = masks is not None
+        step.graph_times.append(self._timer.run(self._graphs.rich[step.key].second.replay))
+        self._half_step = None
+        self._limit_drafts(step.slots)
+        step.copies = self._rich_outputs.take()
+
+    def _new_step(
+        self, slots: Sequence[int], num_query_tokens: int, variant: StepVariant
+    ) -> DeviceStep:
+        assert self._half_step is None, "the step before lacks its second half"
+        key = self.grid.select(len(slots), num_query_tokens)
+        self.write_step(key, slots, num_query_tokens)
+        return DeviceStep(tuple(slots), key, variant, num_query_tokens)
+
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Wait for a launched step and return what it did."""
+        assert isinstance(step, DeviceStep) and step.copies is not None
+        found, slots, num_rows = step.copies.wait(), list(step.slots), len(step.slots)
+        query_lens = found["query_lens"][:num_rows]
+        logprobs = None
+        if step.variant is StepVariant.RICH:
+            logprobs = StepLogprobs(
+                found["chosen"][:num_rows].astype(np.float32),
+                found["top_ids"][:num_rows],
+                found["top_logprobs"][:num_rows].astype(np.float32),
+            )
         return StepResult(
-            token_ids=self._token_ids.array[:num_rows].copy(),
-            num_emitted=self._num_emitted.array[:num_rows].copy(),
+            token_ids=found["token_ids"][:num_rows],
+            num_emitted=found["num_emitted"][:num_rows],
             num_verified=query_lens - 1,
-            confidence=self._confidence.array[list(slots), : self.num_draft_tokens].astype(
-                np.float32
-            ),
+            confidence=found["confidence"][slots, : self.num_draft_tokens].astype(np.float32),
             num_query_tokens=int(query_lens.sum()),
-            key=key,
+            key=step.key,
+            drafts=found["drafts"][slots, : self.num_draft_tokens],
+            logprobs=logprobs,
+            graph_s=sum(time.seconds() for time in step.graph_times),
         )
+
+    def decode(self, slots: Sequence[int], num_query_tokens: int) -> StepResult:
+        """Launch and collect one step without masks, rich if one of the slots is."""
+        if self._rich_slots.isdisjoint(slots):
+            return self.collect(self.launch(slots, num_query_tokens))
+        step = self.launch_forward(slots, num_query_tokens)
+        self.launch_choice(step, None)
+        return self.collect(step)

@@ -1,8 +1,8 @@
 """How a request wants its tokens chosen, checked when it is written down.
 
-Owns the fields, their ranges, and the list of fields that this version cannot honour. Field names
-follow vLLM and the OpenAI API. Does not sample. A request carries one object from the caller to
-the slot row; nothing changes it.
+Owns the fields and their ranges. Field names follow vLLM and the OpenAI API, and so do their
+meanings. Does not sample. A request carries one object from the caller to the slot row; nothing
+changes it.
 """
 
 import math
@@ -10,7 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from decodegrid.engine.grammar_params import StructuredOutputsParams
 from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.runner_protocol import MAX_TOP_LOGPROBS
+from decodegrid.engine.sampling_checks import (
+    check_bool,
+    check_int,
+    check_logit_bias,
+    check_number,
+    check_strings,
+    check_token_ids,
+    is_number,
+    show,
+)
 
 MAX_TEMPERATURE: Final = 100.0
 MIN_TEMPERATURE: Final = 1e-5
@@ -20,31 +32,22 @@ MAX_COMPLETIONS: Final = 128
 """Largest `n`: each completion is a request of its own in the queue."""
 MAX_STOP_STRINGS: Final = 64
 """Each of them is compared with every character of the output."""
+MAX_PENALTY: Final = 2.0
+"""Largest presence and frequency penalty, either way."""
+MAX_REPETITION_PENALTY: Final = 1e5
+"""Logits times it stay finite; divided by it, so do those for its reciprocal, the smallest one."""
 _SEED_STEP: Final = 0x1E3779B97F4A7C15
 """Odd, so that its multiples modulo 2**63 all differ; large, so that the completions of one seed do
 not come back with the next seed."""
-
-_NEUTRAL: Final[tuple[tuple[str, object, str], ...]] = (
-    ("min_p", 0.0, "a number"),
-    ("min_tokens", 0, "an integer"),
-    ("presence_penalty", 0.0, "a number"),
-    ("frequency_penalty", 0.0, "a number"),
-    ("repetition_penalty", 1.0, "a number"),
-    ("logprobs", None, "an integer"),
-    ("prompt_logprobs", None, "an integer"),
-    ("logit_bias", None, "a mapping from token ids to numbers"),
-)
-"""Fields that are checked but not yet honoured, with the one value that asks for nothing, and what
-any other value must be."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Raises RequestError naming the field, the value and the limit.
 
-    A request ends with the first token after which one of these holds, asked in this order: a stop
-    string is complete, the token is a stop token, the length is reached. Nothing behind that token
-    is delivered or counted.
+    A request ends with the first token after which one of these holds, asked in this order: the
+    text of its grammar is complete, a stop string is, the token is a stop token, the length is
+    reached. Nothing behind that token is delivered or counted.
     """
 
     temperature: float = 1.0
@@ -78,45 +81,63 @@ class SamplingParams:
     """Drafts that a step may verify for this request: "auto" as many as the engine likes, "off"
     none, or a number from 1. Changes the speed, and no token of greedy or coupled decoding."""
     min_p: float = 0.0
+    """0 to 1: a token is out if it has less than this share of the highest probability; 0 keeps
+    all. The last of the filters."""
     min_tokens: int = 0
+    """Tokens to emit at least: before them no stop token (nor the end of text, with ignore_eos
+    either) can be chosen, and no stop string is looked for. A stop string that begins in them and
+    ends behind them counts."""
     presence_penalty: float = 0.0
+    """-2 to 2, taken from the logit of every token that the output holds."""
     frequency_penalty: float = 0.0
+    """-2 to 2, taken from a token's logit as often as the output holds it."""
     repetition_penalty: float = 1.0
+    """1e-5 to 1e5: logits of tokens in prompt or output are divided by it where they are positive,
+    and multiplied where not; above 1 makes repetition less likely."""
     logprobs: int | None = None
+    """Log-probabilities to give with each token: its own, and those of the 0 to 20 most probable
+    ones. They are the model's, before bias, penalties, temperature and filters. None for none."""
     prompt_logprobs: int | None = None
+    """The same for every token of the prompt but the first."""
     logit_bias: Mapping[int, float] | None = None
+    """By token id, -100 to 100, added to its logit before the penalties; at most 1024 ids."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form of the text. A text that its grammar has ended is not made longer by min_tokens."""
 
     def __post_init__(self) -> None:
         self._check_temperature()
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
+        self._check_lengths()
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
-        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(
-            self.stop_token_ids, Sequence
-        ):
-            raise RequestError(
-                f"stop_token_ids must be a list of token ids, got {_show(self.stop_token_ids)}"
-            )
-        for index, token_id in enumerate(self.stop_token_ids):
-            _check_int(f"stop_token_ids[{index}]", token_id, 0, None)
+            check_int("seed", self.seed, 0, MAX_SEED)
+        check_token_ids("stop_token_ids", self.stop_token_ids)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(
-                    f"{name} must be true or false, got {_show(getattr(self, name))}"
-                )
-        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
-            raise RequestError(f"top_p must be above 0 and at most 1, got {_show(self.top_p)}")
+            check_bool(name, getattr(self, name))
+        if not is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p must be above 0 and at most 1, got {show(self.top_p)}")
         if not isinstance(self.top_k, int) or self.top_k != -1:
-            _check_int("top_k", self.top_k, 1, None, "-1 (off) or ")
-        _check_int("n", self.n, 1, MAX_COMPLETIONS)
-        self._check_stop()
+            check_int("top_k", self.top_k, 1, None, "-1 (off) or ")
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        least = 1 / MAX_REPETITION_PENALTY
+        check_number("repetition_penalty", self.repetition_penalty, least, MAX_REPETITION_PENALTY)
+        check_logit_bias("logit_bias", self.logit_bias)
+        form = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs must be StructuredOutputsParams, got {show(form)}"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0, MAX_TOP_LOGPROBS)
+        check_int("n", self.n, 1, MAX_COMPLETIONS)
+        if self.stop is not None:
+            check_strings("stop", self.stop, MAX_STOP_STRINGS)
         if not isinstance(self.speculation, str) or self.speculation not in ("auto", "off"):
             if not isinstance(self.speculation, int):
-                shown = _show(self.speculation)
+                shown = show(self.speculation)
                 raise RequestError(f'speculation must be "auto", "off" or an integer, got {shown}')
-            _check_int("speculation", self.speculation, 1, None, '"auto", "off" or ')
-        self._check_unsupported()
+            check_int("speculation", self.speculation, 1, None, '"auto", "off" or ')
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -132,87 +153,29 @@ class SamplingParams:
             return None
         return 0 if self.speculation == "off" else int(self.speculation)
 
-    def _check_stop(self) -> None:
-        if self.stop is None:
+    def _check_lengths(self) -> None:
+        check_int("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is None:
             return
-        if not _is_strings(self.stop):
+        check_int("max_tokens", self.max_tokens, 1, None)
+        if self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"stop must be a string or a list of strings, got {_show(self.stop)}"
+                f"min_tokens must be at most max_tokens ({show(self.max_tokens)}), "
+                f"got {show(self.min_tokens)}"
             )
-        if len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise RequestError(
-                f"stop has {len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS} are allowed"
-            )
-        if "" in self.stop_strings:
-            raise RequestError(f"stop must not hold an empty string, got {_show(self.stop)}")
-
-    def _check_unsupported(self) -> None:
-        for name, neutral, kind in _NEUTRAL:
-            value = getattr(self, name)
-            if value is neutral:
-                continue
-            # The kind first: only what is of it can be compared, or has a length.
-            if not _is_kind(kind, value):
-                raise RequestError(f"{name} must be {kind}, got {_show(value)}")
-            empty = name == "logit_bias" and len(value) == 0
-            if value != neutral and not empty:
-                raise RequestError(
-                    f"{name}={_show(value)} is not supported in this version; "
-                    f"only {neutral!r} is accepted"
-                )
 
     def _check_temperature(self) -> None:
         value = self.temperature
         # An int is finite, and a large one has no float to ask.
-        if not _is_number(value) or (isinstance(value, float) and not math.isfinite(value)):
-            raise RequestError(f"temperature must be a finite number, got {_show(value)}")
+        if not is_number(value) or (isinstance(value, float) and not math.isfinite(value)):
+            raise RequestError(f"temperature must be a finite number, got {show(value)}")
         if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
             raise RequestError(
                 f"temperature must be 0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, "
-                f"got {_show(value)}"
+                f"got {show(value)}"
             )
 
 
 def completion_seed(seed: int, index: int) -> int:
     """Seed of the completion `index` of a prompt: `seed` for the first, and another for each."""
     return (seed + index * _SEED_STEP) & MAX_SEED
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_kind(kind: str, value: object) -> bool:
-    """Whether a value is what `_NEUTRAL` says of its field."""
-    if kind == "a number":
-        return _is_number(value)
-    if kind == "an integer":
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, Mapping)
-
-
-def _is_strings(value: object) -> bool:
-    """Whether a value is a string or a list of strings."""
-    if isinstance(value, str):
-        return True
-    if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray, memoryview)):
-        return False
-    return all(isinstance(item, str) for item in value)
-
-
-def _show(value: object) -> str:
-    """A value on one line; Python refuses to print integers of thousands of digits."""
-    try:
-        return " ".join(repr(value).splitlines())
-    except ValueError:
-        return f"a value of type {type(value).__name__} that is too long to print"
-
-
-def _check_int(name: str, value: object, low: int, high: int | None, other: str = "") -> None:
-    """Raise RequestError unless value is an int (no bool) in low..high; `other` names what else
-    would have been allowed."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{name} must be an integer, got {_show(value)}")
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"{low} to {high}"
-        raise RequestError(f"{name} must be {other}{limit}, got {_show(value)}")

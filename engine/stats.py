@@ -1,16 +1,19 @@
 """Counts what the engine did, and says it in a closing report.
 
-Owns the counters. Drafts are counted as the device saw them, those behind the end of a request
-included; tokens as the requests kept them, with what was dropped beside it. Reads no clock (the
-loop passes seconds) and no tensor beyond a step's result. Counts only grow; compilations are the
-difference to what the runner had when it was ready.
+Owns the counters. Drafts are counted as the device saw them, those behind the end of a request in
+its last step included; tokens as the requests kept them, with what was dropped beside it. Late rows
+(of requests that ended after the step was scheduled) are counted apart and in nothing else but the
+query tokens. Reads no clock (the loop passes seconds) and no tensor beyond a step's result. Counts
+only grow; compilations are the difference to what the runner had when it was ready.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decodegrid.engine.grid_trace import GridRecorder
 from decodegrid.engine.runner_protocol import StepResult, StepRunner
+from decodegrid.engine.step_plan import DecodeStep, TokenUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,18 @@ class EngineStats:
         self.num_emitted = 0
         """Tokens committed to requests."""
         self.num_dropped = 0
-        """Tokens that the device emitted behind the end of a request."""
+        """Tokens that the device emitted behind the end of a request, in the step that ended it."""
+        self.num_late_rows = 0
+        self.num_late_query_tokens = 0
+        """Query tokens that went into late rows."""
         self.decode_seconds = 0.0
+        """Of the decode steps, with the host's work that was not hidden behind another step."""
+        self.graph_seconds = 0.0
+        """Of the graphs of the decode steps alone; 0 where the runner does not measure them."""
         self.graph_hits: Counter[tuple[int, int]] = Counter()
         """Replays by (num_reqs, num_query_tokens) of the captured pair."""
+        self.grid = GridRecorder(runner.max_num_reqs, runner.num_draft_tokens)
+        """The batches of the decode steps, for `decodegrid plan`."""
         self.num_query_tokens = 0
         self.num_captured_rows = 0
         self.num_captured_query_tokens = 0
@@ -90,8 +101,9 @@ class EngineStats:
 
     @property
     def pad_row_share(self) -> float:
-        """Share of replayed rows that held no request."""
-        return _share(self.num_captured_rows - self.num_decode_rows, self.num_captured_rows)
+        """Share of replayed rows that held no request, not even one that had ended."""
+        num_rows = self.num_decode_rows + self.num_late_rows
+        return _share(self.num_captured_rows - num_rows, self.num_captured_rows)
 
     @property
     def surplus_token_share(self) -> float:
@@ -109,33 +121,34 @@ class EngineStats:
         self.prefill_seconds += seconds
 
     def record_decode(
-        self,
-        result: StepResult,
-        num_offered: Sequence[int],
-        fresh: Sequence[bool],
-        num_emitted: int,
-        seconds: float,
+        self, step: DecodeStep, result: StepResult, updates: Sequence[TokenUpdate], seconds: float
     ) -> None:
-        """num_offered, fresh: per row. num_emitted: tokens committed; dropped ones do not count."""
-        num_rows = len(num_offered)
+        """updates: of the rows that were not late. seconds: the step's period, see
+        decode_seconds."""
         num_drafts = len(self._drafted_rows) - 1
+        verified, emitted = result.num_verified.tolist(), result.num_emitted.tolist()
         self.num_decode_steps += 1
-        self.num_decode_rows += num_rows
-        self.num_emitted += num_emitted
-        self.num_dropped += int(result.num_emitted.sum()) - num_emitted
+        self.num_decode_rows += len(updates)
+        self.num_late_rows += len(step.requests) - len(updates)
+        self.num_late_query_tokens += sum(verified) + len(verified)
         self.decode_seconds += seconds
+        self.graph_seconds += result.graph_s
         self.graph_hits[result.key.num_reqs, result.key.num_query_tokens] += 1
+        num_wanted, num_used = step.num_query_tokens, result.num_query_tokens
+        self.grid.record(len(step.slots), num_wanted, result.key, num_used)
         self.num_query_tokens += result.num_query_tokens
         self.num_captured_rows += result.key.num_reqs
         self.num_captured_query_tokens += result.key.num_query_tokens
-        for row, (verified, emitted) in enumerate(
-            zip(result.num_verified.tolist(), result.num_emitted.tolist(), strict=True)
-        ):
-            self._drafted_rows[0 if fresh[row] else num_drafts] += 1
-            self._offered_rows[num_offered[row]] += 1
-            self._verified_rows[verified] += 1
-            self._accepted_rows[emitted - 1] += 1
-            self._reached_rows[min(verified, emitted)] += 1
+        for update in updates:
+            row, num_kept = update.row, len(update.token_ids)
+            self.num_emitted += num_kept
+            self.num_dropped += emitted[row] - num_kept
+            self.num_late_query_tokens -= verified[row] + 1
+            self._drafted_rows[0 if step.fresh[row] else num_drafts] += 1
+            self._offered_rows[update.num_offered] += 1
+            self._verified_rows[verified[row]] += 1
+            self._accepted_rows[emitted[row] - 1] += 1
+            self._reached_rows[min(verified[row], emitted[row])] += 1
 
     def report(self) -> str:
         """The closing report, one fact a line, without a line end after the last."""
@@ -150,6 +163,14 @@ class EngineStats:
         ]
         if self.num_dropped:
             lines.append(f"dropped behind an end: {self.num_dropped} tokens")
+        if self.num_late_rows:
+            lines.append(
+                f"ends found late: {self.num_late_rows} rows with "
+                f"{self.num_late_query_tokens} query tokens"
+            )
+        if self.graph_seconds:
+            ratio = self.decode_seconds / self.graph_seconds
+            lines.append(f"step period over graph time: {ratio:.3f}")
         lines += self._draft_lines()
         hits = ", ".join(f"({b},{q}) x{n}" for (b, q), n in sorted(self.graph_hits.items()))
         lines += [

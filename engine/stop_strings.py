@@ -29,8 +29,10 @@ class _Matcher:
             length = self._fallback[length - 1]
         if self.pattern[length] == char:
             length += 1
-        self.length = length
-        return length == len(self.pattern)
+        is_complete = length == len(self.pattern)
+        # Where a complete one does not count, the next may begin inside of it.
+        self.length = self._fallback[length - 1] if is_complete else length
+        return is_complete
 
 
 class StopStrings:
@@ -46,18 +48,19 @@ class StopStrings:
         self.matched: str | None = None
         """The stop string that was found."""
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, *, counts: bool = True) -> str:
         """Take the next piece; return what no stop string can begin in.
 
         After a match that is the rest of the text before it (and the stop string, if it is to be
-        included); what stands behind it is dropped, and later pieces are.
+        included); what stands behind it is dropped, and later pieces are. counts: whether a stop
+        string may end in this piece; one that begins in it may end in a later one all the same.
         """
         if self.matched is not None:
             return ""
         whole = self._held + text
         for index in range(len(self._held), len(whole)):
             complete = [m.pattern for m in self._matchers if m.step(whole[index])]
-            if complete:
+            if complete and counts:
                 self.matched = max(complete, key=len)
                 self._held = ""
                 end = index + 1

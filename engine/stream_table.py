@@ -13,11 +13,13 @@ from itertools import count
 
 from decodegrid.engine.admission import EngineLimits, build_request
 from decodegrid.engine.engine_loop import EngineLoop
+from decodegrid.engine.grammar_compiler import GrammarCompiler
+from decodegrid.engine.logprobs import PromptLogprobList
 from decodegrid.engine.output_stream import OutputStream
 from decodegrid.engine.output_text import OutputText
-from decodegrid.engine.request import StreamOutput
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_log import log_end, log_start
+from decodegrid.engine.request_output import StreamOutput
 from decodegrid.engine.sampling_params import SamplingParams, completion_seed
 from decodegrid.engine.stop_strings import StopStrings
 from decodegrid.engine.tokenizer import Tokenizer
@@ -32,10 +34,18 @@ _CLOSED = "this LLM is closed; make a new one"
 class StreamTable:
     """After close() every call raises RuntimeError, except close, discard and the properties."""
 
-    def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, limits: EngineLimits) -> None:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        tokenizer: Tokenizer,
+        limits: EngineLimits,
+        grammars: GrammarCompiler,
+    ) -> None:
+        """grammars: closed with the table."""
         self._loop: EngineLoop | None = loop
         self._tokenizer = tokenizer
         self._limits = limits
+        self._grammars = grammars
         self._open: dict[str, OutputStream] = {}
         self._stream_of: dict[str, OutputStream] = {}
         """By the engine's own name of each completion, which no caller chooses."""
@@ -90,6 +100,8 @@ class StreamTable:
             eos_token_id=self._tokenizer.eos_token_id,
             limits=self._limits,
         )
+        if params.structured_outputs is not None:
+            self._grammars.check(params.structured_outputs.source)
         first.priority = priority
         requests = [first]
         for other in range(1, params.n):
@@ -97,6 +109,13 @@ class StreamTable:
             requests.append(first.sibling(f"{number}.{other}", other_seed, other))
         for request in requests:
             request.text = self._make_text(params)
+        if params.prompt_logprobs is not None:
+            # One of the completions is enough: the prompt is the same for all.
+            first.prompt_logprobs = PromptLogprobList(
+                first.token_ids,
+                params.prompt_logprobs,
+                self._tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens),
+            )
         name = str(number) if request_id is None else request_id
         return OutputStream(index, name, text, requests)
 
@@ -168,6 +187,8 @@ class StreamTable:
                 del self._open[stream.request_id]
                 for request in stream.requests:
                     del self._stream_of[request.request_id]
+        if self._loop is not None:
+            self._loop.settle()
 
     def close(self) -> None:
         """Abort what is open, and hold the engine no longer; may be called again."""
@@ -177,6 +198,7 @@ class StreamTable:
             for request_id in self.open_ids:
                 self.abort(request_id)
         finally:
+            self._grammars.close()
             self._loop = None
 
     def _make_text(self, params: SamplingParams) -> OutputText:

@@ -2,7 +2,8 @@
 
 Owns what the slots hold while a pair is measured, and the policy that a deployment asks for. Data
 flow: a ready runner -> replays of every pair on made-up rows -> Surface, kept in the cache
-directory -> VerifyBudget -> ScheduledVerify. Slot rows are put back afterwards; pool and rings keep
+directory -> VerifyBudget -> ScheduledVerify. Only fused steps are measured; a rich step costs more
+by what its rows ask for. Slot rows are put back afterwards; pool and rings keep
 what was written, which no request reads before it has written it.
 """
 
@@ -17,10 +18,13 @@ from decodegrid.capture.budget import VerifyBudget
 from decodegrid.capture.grid import GraphKey
 from decodegrid.capture.surface import StepProbe, Surface, SurfaceError, measure_surface
 from decodegrid.capture.surface_store import SurfaceStore
+from decodegrid.capture.total_scan import MakeScan, NumpyScan
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.runner import Runner
 from decodegrid.engine.verify_policy import FixedVerify, ScheduledVerify, VerifyPolicy
 from decodegrid.graphs.state import SlotState
+from decodegrid.kernels.native import build_library, has_native_kernels
+from decodegrid.kernels.total_scan import native_scan
 
 TEMPERATURE = 0.7
 """Rows draw their tokens while a pair is measured: noise costs time, and greedy rows have none."""
@@ -28,8 +32,12 @@ TEMPERATURE = 0.7
 
 def surface_facts(runner: Runner) -> dict[str, str]:
     """What the times depend on: the captured code, and the machine."""
-    device = runner.model.state.slots.last_token.device
-    return {**runner.facts, "processor": _processor(device), "cores": str(os.cpu_count())}
+    return {**runner.facts, **machine_facts(runner.model.state.slots.last_token.device)}
+
+
+def machine_facts(device: torch.device) -> dict[str, str]:
+    """What the times depend on beside the captured code."""
+    return {"processor": _processor(device), "cores": str(os.cpu_count())}
 
 
 def _processor(device: torch.device) -> str:
@@ -159,6 +167,14 @@ def obtain_surface(runner: Runner, loaded: LoadedConfig) -> tuple[Surface | None
     return surface, f"measured at this start: {reason}"
 
 
+def fastest_scan(cache_dir: Path) -> MakeScan:
+    """The compiled walk over the rates where the native kernels are in use, or the NumPy one."""
+    if not has_native_kernels():
+        return NumpyScan
+    make = native_scan(build_library(cache_dir))
+    return lambda memory: make(*memory)
+
+
 def make_policy(runner: Runner, loaded: LoadedConfig) -> VerifyPolicy:
     """The policy that `speculation.verify_tokens` asks for."""
     settings = loaded.config.speculation
@@ -169,7 +185,8 @@ def make_policy(runner: Runner, loaded: LoadedConfig) -> VerifyPolicy:
     surface, note = obtain_surface(runner, loaded)
     if surface is not None:
         runner.grid = runner.grid.with_cost(surface.selection_cost)
-    budget = VerifyBudget(runner.grid, surface, runner.num_draft_tokens)
+    scan = fastest_scan(loaded.cache_dir)
+    budget = VerifyBudget(runner.grid, surface, runner.num_draft_tokens, scan)
     return ScheduledVerify(
         budget,
         runner.max_num_reqs + 1,

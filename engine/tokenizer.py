@@ -165,6 +165,13 @@ class IncrementalDetokenizer:
         """Text that became complete with these ids."""
         return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
+    def peek(self, token_id: int) -> str:
+        """What push would give for one id, which is not taken."""
+        state = self._decoder.getstate()
+        text = self._decoder.decode(self._bytes_of(token_id))
+        self._decoder.setstate(state)
+        return text
+
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that was never completed, or nothing."""
         return self._decoder.decode(b"", final=True)

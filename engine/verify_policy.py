@@ -8,7 +8,9 @@ asks for its total; after it the loop brings the confidences of the new drafts a
 Rates are those of the step before last: their drafts are verified and their tokens fixed. A total
 from the newest rates would depend on drafts that it decides about, which under rejection sampling
 changes the distribution of what is emitted. Coupled verification emits the same tokens for any
-total, so `fresh_rates` is allowed there.
+total, so `fresh_rates` is allowed there. While a row's last step is in flight its rates are not
+known, and the newest known ones are those of the step before last; so a total comes from equally
+old rates whether steps overlap or not, and `fresh_rates` changes nothing where they do.
 
 Source: DeepInfer's verify schedule (budget rates, corrections from medians).
 """
@@ -43,7 +45,9 @@ class StepRows:
 
     slots: Sequence[int]
     num_offered: Sequence[int]
-    """Drafts that each row can verify."""
+    """Drafts that each row can verify, at most."""
+    in_flight: Sequence[bool]
+    """The row's last step is not committed: its rates are not recorded yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,9 @@ class StepDone:
     num_emitted: int
     """Tokens of all rows, before any request's end cut them."""
     step_s: float
-    """Seconds of the replay."""
+    """Seconds of the step's graph alone."""
     host_s: float
-    """Seconds of the host's work around it."""
+    """Seconds of the step's period that were not the graph's: host work that nothing hid."""
 
 
 class VerifyPolicy(Protocol):
@@ -141,7 +145,11 @@ class ScheduledVerify:
 
     def total(self, rows: StepRows) -> int:
         """See `VerifyPolicy.total`."""
-        rates = (self._latest if self.fresh_rates else self._older)[list(rows.slots)]
+        slots = list(rows.slots)
+        rates = self._latest[slots]
+        if not self.fresh_rates:
+            known = np.array(rows.in_flight, dtype=np.bool_)
+            rates = np.where(known[:, None], rates, self._older[slots])
         num_usable = np.array(rows.num_offered, dtype=np.int64)
         load = self.load.factor
         # A factor on all times changes no choice, so the other corrections are divided by it.

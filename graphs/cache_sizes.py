@@ -67,7 +67,8 @@ class StateSizes:
     compressors: int
     pools: int
     slots: int
-    """Facts of the slots, the block table and kept draft distributions among them."""
+    """Facts of the slots; the block table, kept draft distributions and the rows of the rich
+    variant are among them."""
     request: int
     """What one more slot adds."""
 
@@ -137,7 +138,8 @@ def state_sizes(config: ModelConfig, capacity: Capacity, dtype: torch.dtype) -> 
     records = record_sizes(config, capacity.kv_cache, dtype)
     drafts = capacity.num_draft_tokens
     num_layers = config.num_layers_total if drafts else config.num_hidden_layers
-    windows = num_layers * window_ring_len(config, drafts) * records.window
+    ring_len = window_ring_len(config, drafts, capacity.window_slack)
+    windows = num_layers * ring_len * records.window
     row = 2 * config.head_dim * torch.promote_types(dtype, torch.float32).itemsize
     compressors = _num_pooled(config) * compressor_ring_len(drafts) * row
     num_unpooled = len(config.kv_source_layer_ids) - _num_pooled(config)
@@ -161,7 +163,8 @@ def _slot_bytes(config: ModelConfig, capacity: Capacity, dtype: torch.dtype) -> 
     """Facts of one slot, counted on tensors without memory."""
     one = replace(capacity, num_slots=1, num_blocks=1)
     state = allocate_state(config, one, dtype, "meta")
-    return sum(tensor.nbytes for name, tensor in state.tensors() if name.startswith("slots."))
+    facts = ("slots.", "rich.")
+    return sum(tensor.nbytes for name, tensor in state.tensors() if name.startswith(facts))
 
 
 def _reference_block(config: ModelConfig, records: RecordSizes) -> int:

@@ -2,12 +2,16 @@
 
 Data flow: slot state -> verify lengths and token metadata -> target layers over Q tokens -> choice
 per token -> accepted prefix and slot state -> drafter over B blocks -> new drafts in slot state.
-The function only calls regions on buffers that never move, so it can be captured whole.
+The function only calls regions on buffers that never move, so it can be captured whole. The rich
+variant is the same step cut after the logits, with regions that adjust and report them.
 """
+
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from decodegrid.graphs.regions import RegionTable
+from decodegrid.graphs.rich_state import RichState
 from decodegrid.graphs.step_buffers import (
     MIN_ROWS,
     RowBuffers,
@@ -55,21 +59,62 @@ def decode_step(
     Reads `buffers.rows.slots` (leading num_reqs rows), `buffers.total` and slot state; writes
     `buffers.rows` outputs and slot state. draft_temperature: (K,) divides confidence logits.
     """
-    rows = slice_rows(buffers.rows, max(num_reqs, MIN_ROWS))
+    forward_half(regions, model, buffers, num_reqs, num_query_tokens)
+    parts = slice_pair(buffers, num_reqs, num_query_tokens)
+    choose_and_accept(regions, model, parts, parts.logits)
+    if model.weights.draft_head is not None:
+        run_drafter(regions, model, buffers, parts.rows, draft_temperature, num_reqs)
+
+
+@dataclass(frozen=True, slots=True)
+class PairBuffers:
+    """What a pair's step sees of the buffers between its halves."""
+
+    rows: RowBuffers
+    tokens: TokenBuffers
+    logits: Tensor
+    chosen: Tensor
+
+
+def slice_pair(buffers: StepBuffers, num_reqs: int, num_query_tokens: int) -> PairBuffers:
+    """Views of the leading rows and tokens."""
     tokens = slice_tokens(buffers.target, max(num_query_tokens, MIN_ROWS))
     count = tokens.positions.shape[0]
-    logits, chosen = buffers.output.logits[:count], buffers.output.chosen[:count]
-    slots, weights = model.state.slots, model.weights
+    return PairBuffers(
+        slice_rows(buffers.rows, max(num_reqs, MIN_ROWS)),
+        tokens,
+        buffers.output.logits[:count],
+        buffers.output.chosen[:count],
+    )
+
+
+def forward_half(
+    regions: RegionTable,
+    model: StepModel,
+    buffers: StepBuffers,
+    num_reqs: int,
+    num_query_tokens: int,
+) -> None:
+    """From slot state to logits and the drafter's context."""
+    parts = slice_pair(buffers, num_reqs, num_query_tokens)
+    rows, tokens, slots, weights = parts.rows, parts.tokens, model.state.slots, model.weights
     regions["decode_metadata"](
         rows.slots, buffers.total, slots.last_token, slots.seq_len, slots.history,
         slots.max_seq_len, slots.drafts, slots.num_drafts, slots.confidence, slots.block_table,
         weights.compressed_ids, rows.query_lens, rows.query_starts, *metadata_outputs(tokens),
     )
     pre = run_target_layers(regions, model, tokens, ring_history(model))
-    regions["head"](tokens.stream, pre, weights.norm, weights.head, logits)
+    regions["head"](tokens.stream, pre, weights.norm, weights.head, parts.logits)
     if weights.draft_head is not None:
         store_draft_context(regions, model, tokens)
-    asked = (slots.temperature, slots.top_p, slots.top_k, slots.seed)
+
+
+def choose_and_accept(
+    regions: RegionTable, model: StepModel, parts: PairBuffers, logits: Tensor
+) -> None:
+    """From logits, (Q, vocab), to emitted tokens and slot state."""
+    rows, tokens, slots, chosen = parts.rows, parts.tokens, model.state.slots, parts.chosen
+    asked = (slots.temperature, slots.top_p, slots.top_k, slots.min_p, slots.seed)
     in_rows = (
         rows.slots, rows.query_lens, rows.query_starts, slots.last_token, slots.seq_len,
         slots.history, slots.drafts, slots.num_drafts, slots.stop_token_ids, rows.token_ids,
@@ -82,8 +127,37 @@ def decode_step(
     else:
         regions["choose"](logits, tokens.token_slot, tokens.positions, *asked, chosen)
         regions["accept"](chosen, *in_rows)
-    if weights.draft_head is not None:
-        run_drafter(regions, model, buffers, rows, draft_temperature, num_reqs)
+
+
+def choice_half(
+    regions: RegionTable,
+    model: StepModel,
+    buffers: StepBuffers,
+    draft_temperature: Tensor,
+    num_reqs: int,
+    num_query_tokens: int,
+) -> None:
+    """The rich variant behind `forward_half` of the same pair; reads `buffers.rich.masks` too."""
+    rich, state = buffers.rich, model.state.rich
+    assert rich is not None and state is not None
+    parts, slots = slice_pair(buffers, num_reqs, num_query_tokens), model.state.slots
+    rows, tokens = parts.rows, parts.tokens
+    count, num_rows = tokens.positions.shape[0], rows.slots.shape[0]
+    regions["adjust"](
+        parts.logits, tokens.token_slot, tokens.positions, rows.slots, slots.seq_len,
+        slots.drafts, rich.masks[:num_rows], *state.adjusting(), rich.adjusted[:count],
+    )
+    choose_and_accept(regions, model, parts, rich.adjusted[:count])
+    regions["count_tokens"](
+        rows.slots, rows.token_ids, rows.num_emitted, state.enabled, state.counts
+    )
+    regions["report"](
+        parts.logits, tokens.token_slot, rows.query_starts, rows.token_ids, state.enabled,
+        state.wants_logprobs, rich.chosen[:num_rows], rich.top_ids[:num_rows],
+        rich.top_logprobs[:num_rows],
+    )
+    if model.weights.draft_head is not None:
+        run_drafter(regions, model, buffers, rows, draft_temperature, num_reqs, rich=state)
 
 
 def metadata_outputs(tokens: TokenBuffers) -> tuple[Tensor, ...]:
@@ -118,6 +192,7 @@ def run_drafter(
     rows: RowBuffers,
     draft_temperature: Tensor,
     num_reqs: int,
+    rich: RichState | None = None,
 ) -> None:
     """Draft block of every row after acceptance; installs drafts and confidences in the slots.
 
@@ -144,7 +219,7 @@ def run_drafter(
         )
         run_after_attention(regions, tokens, layer, "draft_moe", spare, pre)
     whole = slice_tokens(buffers.draft, rows.slots.shape[0] * block)
-    run_draft_heads(regions, model, buffers, rows, whole.stream, whole.pre_a, draft_temperature)
+    run_draft_heads(regions, model, buffers, rows, whole, draft_temperature, rich)
 
 
 def run_draft_heads(
@@ -152,9 +227,9 @@ def run_draft_heads(
     model: StepModel,
     buffers: StepBuffers,
     rows: RowBuffers,
-    stream: Tensor,
-    pre: Tensor,
+    tokens: TokenBuffers,
     draft_temperature: Tensor,
+    rich: RichState | None,
 ) -> None:
     """Base logits of the block in parallel, then the Markov chain, one draft after another."""
     head, slots = model.weights.draft_head, model.state.slots
@@ -163,8 +238,8 @@ def run_draft_heads(
     count = rows.slots.shape[0]
     logits, hidden, previous = logits[:count], hidden[:count], previous[:count]
     regions["draft_base"](
-        stream,
-        pre,
+        tokens.stream,
+        tokens.pre_a,
         head.norm,
         model.weights.head,
         rows.slots,
@@ -174,6 +249,8 @@ def run_draft_heads(
         logits,
         previous,
     )
+    if rich is not None:
+        regions["adjust_drafts"](rows.slots, slots.seq_len, *rich.adjusting(), logits)
     keeps = model.state.capacity.keeps_draft_distributions
     for step in range(model.state.capacity.num_draft_tokens):
         regions["draft_sample" if keeps else "draft_choose"](
@@ -188,6 +265,7 @@ def run_draft_heads(
             slots.temperature,
             slots.top_p,
             slots.top_k,
+            slots.min_p,
             slots.seed,
             buffers.draft_steps[step : step + 1],
             draft_temperature[step : step + 1],

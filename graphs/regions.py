@@ -7,6 +7,7 @@ a captured step is exactly its list of region calls.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from decodegrid.graphs.bounded_replay import bounded_regions
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.graphs.regions_decode import draft_regions, output_regions
 from decodegrid.graphs.regions_layer import (
@@ -17,6 +18,7 @@ from decodegrid.graphs.regions_layer import (
     moe_regions,
 )
 from decodegrid.graphs.regions_metadata import metadata_regions
+from decodegrid.graphs.regions_rich import rich_regions
 from decodegrid.graphs.regions_verify import verify_regions
 from decodegrid.graphs.state import Capacity
 from decodegrid.kernels.select_entries import select_entries_op
@@ -34,6 +36,8 @@ def build_regions(
     specs.update(output_regions(config, as_ops=as_ops))
     specs.update(verify_regions(config, capacity))
     specs.update(draft_regions(config, capacity, as_ops=as_ops))
+    specs.update(rich_regions(config, capacity))
+    specs.update(bounded_regions(config, capacity.bounded_replay))
     if config.kv_source_layer_ids:
         specs["select_entries"] = RegionSpec(select_entries_op, {}, opaque=True)
     return specs

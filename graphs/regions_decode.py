@@ -69,7 +69,7 @@ def draft_regions(
     if capacity.num_draft_tokens == 0:
         return {}
     eps, window, block = config.rms_norm_eps, config.sliding_window, config.dspark_block_size
-    ring = window_ring_len(config, capacity.num_draft_tokens)
+    ring = window_ring_len(config, capacity.num_draft_tokens, capacity.window_slack)
     offered, noise = capacity.num_draft_tokens, config.dspark_noise_token_id
     vocab = config.vocab_size
     encode, q8 = key_codec(capacity.kv_cache, as_ops=as_ops).encode, int(RecordFormat.Q8)
@@ -163,15 +163,16 @@ def draft_regions(
     def draft_choose(
         hidden: Tensor, previous: Tensor, markov_embed: Tensor, markov_head: Tensor,
         confidence_proj: Tensor, slots: Tensor, stopped: Tensor, seq_len: Tensor,
-        temperature: Tensor, top_p: Tensor, top_k: Tensor, seed: Tensor, step: Tensor,
-        draft_temperature: Tensor, logits: Tensor, drafts_out: Tensor, confidence_out: Tensor,
+        temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, seed: Tensor,
+        step: Tensor, draft_temperature: Tensor, logits: Tensor, drafts_out: Tensor,
+        confidence_out: Tensor,
     ) -> None:
         """The draft by the noise with which the target will choose at its position."""
         biased, rate = draft_heads(
             hidden, previous, markov_embed, markov_head, confidence_proj, draft_temperature, logits
         )
         heat = temperature[slots]
-        scaled = filter_logits_op(biased, heat, top_p[slots], top_k[slots])
+        scaled = filter_logits_op(biased, heat, top_p[slots], top_k[slots], min_p[slots])
         token = choose_scaled(scaled, heat, seed[slots], seq_len[slots] + step)
         logits.copy_(biased)
         install(token, rate, slots, stopped, previous, drafts_out, confidence_out)
@@ -179,15 +180,17 @@ def draft_regions(
     def draft_sample(
         hidden: Tensor, previous: Tensor, markov_embed: Tensor, markov_head: Tensor,
         confidence_proj: Tensor, slots: Tensor, stopped: Tensor, seq_len: Tensor,
-        temperature: Tensor, top_p: Tensor, top_k: Tensor, seed: Tensor, step: Tensor,
-        draft_temperature: Tensor, logits: Tensor, drafts_out: Tensor, confidence_out: Tensor,
-        log_probs_out: Tensor,
+        temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, seed: Tensor,
+        step: Tensor, draft_temperature: Tensor, logits: Tensor, drafts_out: Tensor,
+        confidence_out: Tensor, log_probs_out: Tensor,
     ) -> None:
         """The draft by noise of its own; keeps what it was drawn from."""
         biased, rate = draft_heads(
             hidden, previous, markov_embed, markov_head, confidence_proj, draft_temperature, logits
         )
-        sampling = TokenSampling(temperature[slots], top_p[slots], top_k[slots], seed[slots])
+        sampling = TokenSampling(
+            temperature[slots], top_p[slots], top_k[slots], min_p[slots], seed[slots]
+        )
         token, log_probs = draw_draft(biased, sampling, seq_len[slots] + step, step)
         logits.copy_(biased)
         live = (slots > 0).unsqueeze(1)

@@ -53,7 +53,7 @@ def metadata_regions(config: ModelConfig, capacity: Capacity) -> dict[str, Regio
     """`decode_metadata` and `prefill_metadata`."""
     window = config.sliding_window
     drafts = capacity.num_draft_tokens
-    ring = window_ring_len(config, drafts)
+    ring = window_ring_len(config, drafts, capacity.window_slack)
     compressor = compressor_ring_len(drafts)
     block_size, ngram = capacity.block_size, max(config.engram_max_ngram_size, 1)
     pad_id, vocab = config.engram_pad_token_id, config.vocab_size

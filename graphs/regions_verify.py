@@ -54,10 +54,12 @@ def verify_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionS
 
     def choose(
         logits: Tensor, token_slot: Tensor, positions: Tensor, temperature: Tensor,
-        top_p: Tensor, top_k: Tensor, seed: Tensor, chosen_out: Tensor,
+        top_p: Tensor, top_k: Tensor, min_p: Tensor, seed: Tensor, chosen_out: Tensor,
     ) -> None:
         heat = temperature[token_slot]
-        scaled = filter_logits_op(logits, heat, top_p[token_slot], top_k[token_slot])
+        scaled = filter_logits_op(
+            logits, heat, top_p[token_slot], top_k[token_slot], min_p[token_slot]
+        )
         chosen_out.copy_(choose_scaled(scaled, heat, seed[token_slot], positions + 1))
 
     def accept(
@@ -78,15 +80,17 @@ def verify_regions(config: ModelConfig, capacity: Capacity) -> dict[str, RegionS
 
     def verify(
         logits: Tensor, token_slot: Tensor, positions: Tensor, temperature: Tensor,
-        top_p: Tensor, top_k: Tensor, seed: Tensor, draft_log_probs: Tensor, slots: Tensor,
-        query_lens: Tensor, query_starts: Tensor, last_token: Tensor, seq_len: Tensor,
-        history: Tensor, drafts: Tensor, num_drafts_out: Tensor, stop_token_ids: Tensor,
-        token_ids_out: Tensor, num_emitted_out: Tensor, stopped_out: Tensor,
+        top_p: Tensor, top_k: Tensor, min_p: Tensor, seed: Tensor, draft_log_probs: Tensor,
+        slots: Tensor, query_lens: Tensor, query_starts: Tensor, last_token: Tensor,
+        seq_len: Tensor, history: Tensor, drafts: Tensor, num_drafts_out: Tensor,
+        stop_token_ids: Tensor, token_ids_out: Tensor, num_emitted_out: Tensor,
+        stopped_out: Tensor,
     ) -> None:
         # The draft after each query token; the last one has none, and its length says so.
         offset = (positions - seq_len[token_slot] + 1).clamp(0, num_drafts - 1)
         sampling = TokenSampling(
-            temperature[token_slot], top_p[token_slot], top_k[token_slot], seed[token_slot]
+            temperature[token_slot], top_p[token_slot], top_k[token_slot], min_p[token_slot],
+            seed[token_slot],
         )
         verified = verify_rejection(
             logits, draft_log_probs[token_slot, offset], drafts[token_slot, offset], positions,

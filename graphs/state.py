@@ -17,6 +17,7 @@ from torch import Tensor
 
 from decodegrid.graphs.kv_cache import KvCache, key_columns, key_dtype
 from decodegrid.graphs.model_config import ModelConfig
+from decodegrid.graphs.rich_state import RichState, allocate_rich_state
 from decodegrid.kernels.records import RecordFormat
 
 MAX_STOP_TOKEN_IDS = 8
@@ -25,6 +26,10 @@ MAX_STOP_TOKEN_IDS = 8
 
 VerifyMode = Literal["coupled", "rejection"]
 """How drafts are verified: equal noise on both sides, or rejection sampling."""
+
+BoundedReplay = Literal["off", "mask", "compact"]
+"""How a prefill treats all but the last tokens in the decoder's layers: as the others, with no
+window, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,14 @@ class Capacity:
     verify: VerifyMode = "coupled"
     kv_cache: KvCache = "compute"
     """What rings and pools hold: keys in the model's dtype, or their records."""
+    window_slack: int = 0
+    """Positions that a window ring keeps beyond what steps read, for snapshots of a window that
+    ended a while ago."""
+    rich: bool = False
+    """Whether steps have the rich variant."""
+    bounded_replay: BoundedReplay = "off"
+    keep_tokens: int = 0
+    """Last tokens of a text that a bounded replay keeps in the decoder's layers."""
 
     @property
     def keeps_draft_distributions(self) -> bool:
@@ -53,12 +66,12 @@ class Capacity:
         return -(-self.max_model_len // self.block_size)
 
 
-def window_ring_len(config: ModelConfig, num_draft_tokens: int) -> int:
+def window_ring_len(config: ModelConfig, num_draft_tokens: int, window_slack: int = 0) -> int:
     """Slots of a window ring: a step writes ahead of the window and may be rolled back."""
     ahead = num_draft_tokens
     if num_draft_tokens > 0:
         ahead = max(ahead, config.dspark_block_size)
-    return config.sliding_window + ahead + 1
+    return config.sliding_window + ahead + 1 + window_slack
 
 
 def compressor_ring_len(num_draft_tokens: int) -> int:
@@ -105,6 +118,8 @@ class SlotState:
     """(S,) island dtype, 1 keeps every token."""
     top_k: Tensor
     """(S,) int64, -1 keeps every token."""
+    min_p: Tensor
+    """(S,) island dtype, 0 keeps every token."""
     seed: Tensor
     """(S,) int64, non-negative."""
     stop_token_ids: Tensor
@@ -128,11 +143,16 @@ class DecodeState:
     """Per layer, drafter layers last: (num_slots * ring_len, head_dim or bytes of a record)."""
     pools: dict[int, SourcePool]
     """By kv source layer."""
+    rich: RichState | None = None
+    """Only where the capacity has the rich variant."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with a name, for proofs that look at all of them."""
         for name in SlotState.__slots__:
             yield f"slots.{name}", getattr(self.slots, name)
+        if self.rich is not None:
+            for name in RichState.__slots__:
+                yield f"rich.{name}", getattr(self.rich, name)
         for layer, ring in enumerate(self.window_rings):
             yield f"window_rings.{layer}", ring
         for layer, pool in self.pools.items():
@@ -151,7 +171,7 @@ def allocate_state(
     compressor rings at least fp32."""
     wide = torch.promote_types(dtype, torch.float32)
     num_slots, drafts = capacity.num_slots, max(capacity.num_draft_tokens, 1)
-    ring_len = window_ring_len(config, capacity.num_draft_tokens)
+    ring_len = window_ring_len(config, capacity.num_draft_tokens, capacity.window_slack)
     compressor_len = compressor_ring_len(capacity.num_draft_tokens)
 
     def ints(*shape: int, fill: int = 0) -> Tensor:
@@ -171,6 +191,7 @@ def allocate_state(
         temperature=floats(),
         top_p=floats().fill_(1.0),
         top_k=ints(fill=-1),
+        min_p=floats(),
         seed=ints(),
         stop_token_ids=ints(MAX_STOP_TOKEN_IDS, fill=-1),
         draft_log_probs=floats(
@@ -200,4 +221,7 @@ def allocate_state(
             keys(rows, RecordFormat.Q4X, config.index_head_dim),
             torch.zeros(state_rows, 2 * config.head_dim, dtype=wide, device=device),
         )
-    return DecodeState(capacity, ring_len, compressor_len, slots, rings, pools)
+    rich = None
+    if capacity.rich:
+        rich = allocate_rich_state(num_slots, config.vocab_size, wide, device)
+    return DecodeState(capacity, ring_len, compressor_len, slots, rings, pools, rich)

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decodegrid.graphs.bounded_replay import num_kept_rows
 from decodegrid.graphs.kv_cache import key_columns, key_dtype
 from decodegrid.graphs.model_config import ModelConfig
+from decodegrid.graphs.rich_state import RichBuffers, allocate_rich_buffers
 from decodegrid.graphs.state import Capacity
 from decodegrid.kernels.records import RecordFormat
 
@@ -97,6 +99,8 @@ class PrefillInputs:
     """(T,) int64."""
     facts: Tensor
     """(6,) int64: slot, start position, number of tokens, then the three ids before the start."""
+    lower: Tensor
+    """(1,) int64: the first position that a bounded replay keeps in the decoder's layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,10 @@ class StepBuffers:
     """(window,) ring rows of the history before a chunk."""
     compressor_history: Tensor
     """(2,) compressor ring row before a chunk, twice: symbolic sizes start at 2."""
+    late: TokenBuffers | None = None
+    """What the decoder's layers of a bounded chunk run over."""
+    rich: RichBuffers | None = None
+    """Only where the capacity has the rich variant."""
 
 
 def _token_buffers(
@@ -232,6 +240,14 @@ def allocate_buffers(
         num_emitted=ints(num_rows),
         stopped=torch.zeros(num_rows, dtype=torch.bool, device=device),
     )
+    chunk, vocab = max(max_chunk, MIN_ROWS), config.vocab_size
+    rich = None
+    if capacity.rich:
+        rich = allocate_rich_buffers(num_rows, drafts, chunk, vocab, wide, device)
+    late = None
+    if capacity.bounded_replay != "off":
+        kept = max(MIN_ROWS, num_kept_rows(capacity.bounded_replay, capacity.keep_tokens, chunk))
+        late = _token_buffers(config, kept, window, max_entries, num_taps, dtype, device)
     logits = torch.zeros(num_query, config.vocab_size, dtype=wide, device=device)
     return StepBuffers(
         target=target,
@@ -243,16 +259,18 @@ def allocate_buffers(
         draft_previous=draft_previous,
         draft_steps=torch.arange(max(block, 1), device=device),
         total=ints(1),
-        prefill=PrefillInputs(ints(max(max_chunk, MIN_ROWS)), ints(6)),
+        prefill=PrefillInputs(ints(chunk), ints(6), ints(1)),
         window_workspace=torch.zeros(
-            window + max(max_chunk, MIN_ROWS),
+            window + chunk,
             key_columns(capacity.kv_cache, RecordFormat.Q8, config.head_dim),
             dtype=key_dtype(capacity.kv_cache, dtype),
             device=device,
         ),
         compressor_workspace=torch.zeros(
-            1 + max(max_chunk, MIN_ROWS), 2 * config.head_dim, dtype=wide, device=device
+            1 + chunk, 2 * config.head_dim, dtype=wide, device=device
         ),
         history_index=ints(window),
         compressor_history=ints(2),
+        late=late,
+        rich=rich,
     )

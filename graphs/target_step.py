@@ -129,39 +129,62 @@ def run_target_layers(
     regions: RegionTable, model: StepModel, tokens: TokenBuffers, history: HistorySource
 ) -> Tensor:
     """All target layers over `tokens`; returns the buffer that holds the last `pre`."""
-    config, weights = model.config, model.weights
-    regions["embed"](tokens.input_ids, weights.embed, tokens.stream, tokens.pre_a)
-    pre, spare = tokens.pre_a, tokens.pre_b
-    for index, layer in enumerate(weights.layers):
+    regions["embed"](tokens.input_ids, model.weights.embed, tokens.stream, tokens.pre_a)
+    run_layers(regions, model, tokens, history, range(len(model.weights.layers)))
+    return tokens.pre_a
+
+
+def run_layers(
+    regions: RegionTable, model: StepModel, tokens: TokenBuffers, history: HistorySource,
+    layers: range,
+) -> None:
+    """Some target layers, whose first finds stream and `pre` (in pre_a) in the buffers."""
+    for index in layers:
+        layer = model.weights.layers[index]
         if layer.engram is not None:
             memory = layer.engram
             regions["engram"](
                 tokens.stream, tokens.lookback, memory.table, memory.wkv, memory.q_weight,
                 memory.k_weight, memory.multipliers, memory.primes, memory.offsets,
             )
-        if tokens.taps and index in config.dspark_target_layer_ids:
-            order = config.dspark_target_layer_ids.index(index)
-            regions["tap"](tokens.stream, tokens.taps[order])
-        run_collapse(regions, tokens, layer, pre, spare)
+        run_tap(regions, model, tokens, index)
+        run_collapse(regions, tokens, layer, tokens.pre_a, tokens.pre_b)
         history.load(index)
-        window = history.window(index)
-        run_attn_in(regions, tokens, layer, window)
         if layer.source is not None:
             run_source(regions, model, tokens, index, history)
-        if layer.index is not None:
-            run_indexer(regions, model, tokens, index)
-        sink = layer.attention.sink
-        if layer.ratio == 0:
-            regions["attend_window"](
-                tokens.query, window, tokens.window_index, sink, tokens.attended
-            )
-        else:
-            regions["attend_both"](
-                tokens.query, window, tokens.window_index,
-                model.state.pools[config.kv_source_of(index)].keys, tokens.entry_index, sink,
-                tokens.attended,
-            )
-        history.commit(index)
-        # The attention mixer's `pre` (spare) serves the MoE sublayer; the MoE mixer's goes on.
-        run_after_attention(regions, tokens, layer, "moe", spare, pre)
-    return pre
+        run_collapsed(regions, model, tokens, index, history)
+
+
+def run_tap(
+    regions: RegionTable, model: StepModel, tokens: TokenBuffers, index: int
+) -> None:
+    """What the drafter is given of a layer's input, if it taps it."""
+    taps = model.config.dspark_target_layer_ids
+    if tokens.taps and index in taps:
+        regions["tap"](tokens.stream, tokens.taps[taps.index(index)])
+
+
+def run_collapsed(
+    regions: RegionTable, model: StepModel, tokens: TokenBuffers, index: int,
+    history: HistorySource,
+) -> None:
+    """A layer behind its first mixer, the load of its history and, if it has one, its source."""
+    layer = model.weights.layers[index]
+    window = history.window(index)
+    run_attn_in(regions, tokens, layer, window)
+    if layer.index is not None:
+        run_indexer(regions, model, tokens, index)
+    sink = layer.attention.sink
+    if layer.ratio == 0:
+        regions["attend_window"](
+            tokens.query, window, tokens.window_index, sink, tokens.attended
+        )
+    else:
+        regions["attend_both"](
+            tokens.query, window, tokens.window_index,
+            model.state.pools[model.config.kv_source_of(index)].keys, tokens.entry_index, sink,
+            tokens.attended,
+        )
+    history.commit(index)
+    # The attention mixer's `pre` (pre_b) serves the MoE sublayer; the MoE mixer's goes on.
+    run_after_attention(regions, tokens, layer, "moe", tokens.pre_b, tokens.pre_a)

@@ -27,6 +27,7 @@ from decodegrid.kernels import (
     records,
     sampling,
     select_entries,
+    top_logits,
 )
 
 OPS = (
@@ -34,15 +35,18 @@ OPS = (
     "filter_logits", "linear", "grouped_linear",
     "encode_records", "take_records", "round_records",
     "packed_linear", "packed_grouped_linear", "packed_rows", "packed_experts",
+    "top_logits",
 )
-DEFINED_BY = (moe, select_entries, hyper_connection, sampling, filters, linear, records, packed)
+DEFINED_BY = (
+    moe, select_entries, hyper_connection, sampling, filters, linear, records, packed, top_logits,
+)
 """Modules that define the ops: they must be imported before the library registers kernels."""
 CSRC = Path(__file__).resolve().parent / "csrc"
 SOURCES = tuple(
     CSRC / f"{name}.cpp"
     for name in (
         "bf16_rows", "experts", "filters", "linear", "noise", "packed_experts", "packed_fp8",
-        "records", "select_entries", "sinkhorn",
+        "records", "select_entries", "sinkhorn", "top_logits", "total_scan",
     )
 )
 HEADERS = tuple(

@@ -43,7 +43,12 @@ class TokenSampling(NamedTuple):
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
+    min_p: Tensor
     seed: Tensor
+
+    def filter(self, logits: Tensor) -> Tensor:
+        """Scaled and filtered logits, (N, vocab) -> (N, vocab)."""
+        return filter_logits_op(logits, self.temperature, self.top_p, self.top_k, self.min_p)
 
     def at(self, index: Tensor) -> "TokenSampling":
         """The entries at `index`."""
@@ -70,7 +75,7 @@ def draw_draft(
     logits: (N, vocab) at least fp32; position: (N,) int64 text position of the draft; index: (1,)
     int64 place in the block. Returns (N,) int64 and (N, vocab).
     """
-    scaled = filter_logits_op(logits, sampling.temperature, sampling.top_p, sampling.top_k)
+    scaled = sampling.filter(logits)
     counter = stream_counter(position, Purpose.DRAFT, index)
     token = choose_scaled(scaled, sampling.temperature, sampling.seed, counter)
     return token, scaled.log_softmax(-1)
@@ -131,7 +136,7 @@ def verify_rejection(
     count. Rows of length 0 accept none and get an arbitrary token.
     """
     count, vocab = logits.shape
-    scaled = filter_logits_op(logits, sampling.temperature, sampling.top_p, sampling.top_k)
+    scaled = sampling.filter(logits)
     log_target = scaled.log_softmax(-1)
     follows = positions + 1
     uniform = uniform_noise_op(sampling.seed, stream_counter(follows, Purpose.ACCEPTANCE))

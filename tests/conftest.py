@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+from decodegrid.capture.grid import build_grid
+from decodegrid.capture.lowering import CompileOptions
+from decodegrid.capture.phases import PhaseClock
+from decodegrid.engine.build import RunnerOptions, make_runner
+from decodegrid.engine.runner import Runner
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.model_config import ModelConfig, parse_model_config
 from decodegrid.graphs.random_init import randomise
-from decodegrid.kernels.native import install_native_kernels
+from decodegrid.graphs.state import Capacity
+from decodegrid.kernels.native import build_library, install_native_kernels
+
+NATIVE = Path(__file__).resolve().parents[1] / "build" / "native"
 
 _TINY_TEXT = {
     "model_type": "deepseek_v41_text",
@@ -136,6 +144,12 @@ def _config_json(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Build the native kernels once before several workers would each build them."""
+    if config.getoption("numprocesses", None):
+        build_library(NATIVE)
+
+
 @pytest.fixture
 def tiny_raw() -> dict[str, Any]:
     """config.json of the 12-layer model."""
@@ -205,6 +219,42 @@ def make_model(make_raw: Callable[..., dict[str, Any]]) -> Callable[..., DraftMo
 @pytest.fixture(scope="session")
 def native_kernels() -> Path:
     """The directory of the native kernels, which are built there once and installed."""
-    directory = Path(__file__).resolve().parents[1] / "build" / "native"
-    install_native_kernels(directory)
-    return directory
+    install_native_kernels(NATIVE)
+    return NATIVE
+
+
+@pytest.fixture(scope="session")
+def make_eager_runner() -> Callable[..., Runner]:
+    """make_eager_runner(model, num_reqs=3, max_model_len=64, num_snapshots=0, **capacity): a real
+    runner whose regions are not compiled, with two drafts, blocks of 8 tokens for every request at
+    its limit, and chunks of 8 and 16. `capacity` replaces fields of Capacity.
+    """
+
+    def make(
+        model: DraftModel,
+        num_reqs: int = 3,
+        max_model_len: int = 64,
+        num_snapshots: int = 0,
+        **capacity: Any,
+    ) -> Runner:
+        sizes = {
+            "num_slots": num_reqs + 1,
+            "num_blocks": num_reqs * max_model_len // 8 + 1,
+            "block_size": 8,
+            "max_model_len": max_model_len,
+            "num_draft_tokens": 2,
+        }
+        options = RunnerOptions(
+            capacity=Capacity(**{**sizes, **capacity}),
+            grid=build_grid(num_reqs, 2, tuple(sorted({1, min(2, num_reqs), num_reqs}))),
+            prefill_chunk_sizes=(8, 16),
+            dtype=model.embed.weight.dtype,
+            device="cpu",
+            compile_options=CompileOptions("none", None, 1),
+            draft_temperatures=(1.0, 1.0),
+            show_progress=False,
+            num_snapshots=num_snapshots,
+        )
+        return make_runner(model, options, PhaseClock())
+
+    return make

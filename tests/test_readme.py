@@ -11,7 +11,7 @@ import decodegrid
 from decodegrid.configs.load import load_config
 from decodegrid.engine.cli import build_parser
 from decodegrid.engine.llm import LLM
-from decodegrid.engine.request import CompletionOutput, StreamOutput
+from decodegrid.engine.request_output import CompletionOutput, StreamOutput
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

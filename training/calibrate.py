@@ -3,23 +3,23 @@
 Owns the fit and its report. Data flow: checkpoint + held-out rows -> draft rounds -> how often each
 draft would be accepted under rejection sampling (exactly, 1 - total variation) and under coupled
 noise (by drawing it) -> one temperature a slot -> the YAML lines of
-`speculation.confidence_temperatures`, and the calibration error before and after.
+`speculation.confidence_temperatures`, and the survival's calibration error before and after.
 
 The head was trained on acceptance at temperature 1. A deployment samples at another temperature,
 and coupled noise accepts less often than rejection does; a divisor of the logit takes up both.
 
-Source: Sequential Temperature Scaling (DSpark paper section 3.3), one slot after another; slots are
-fitted on their conditional rates, which the survival is a product of.
+Source: Sequential Temperature Scaling (DSpark paper section 3.3): one slot after another, by the
+calibration error of the survival up to it, here in the domain where it is larger.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from decodegrid.graphs.checkpoint import load_model
@@ -100,12 +100,27 @@ def observe(
     )
 
 
-def fit(logits: Tensor, accepted: Tensor) -> float:
-    """The temperature of GRID with the least cross entropy to the acceptance; both (N,)."""
-    scaled = logits.unsqueeze(0) / GRID.unsqueeze(1)
-    wanted = accepted.expand_as(scaled)
-    loss = F.binary_cross_entropy_with_logits(scaled, wanted, reduction="none").mean(1)
-    return float(GRID[loss.argmin()])
+def fit(
+    mode: str, parts: Sequence[Observed], earlier: Sequence[Tensor], slot: int
+) -> tuple[float, list[Tensor]]:
+    """The temperature of GRID with which the survival up to `slot` has the least error in the worst
+    part; `earlier`: predicted survival up to the slot before, (N,) of each part. Returns the
+    temperature and the survival up to this slot."""
+    best, chosen = float("inf"), 1.0
+    true = [part.accepted[mode][:, : slot + 1].prod(-1) for part in parts]
+    for temperature in GRID.tolist():
+        worst = 0.0
+        for part, before, rates in zip(parts, earlier, true, strict=True):
+            live = part.live[:, slot]
+            predicted = before * (part.logits[:, slot] / temperature).sigmoid()
+            worst = max(worst, calibration_error(predicted[live], rates[live]))
+        if worst < best:
+            best, chosen = worst, temperature
+    after = [
+        before * (part.logits[:, slot] / chosen).sigmoid()
+        for part, before in zip(parts, earlier, strict=True)
+    ]
+    return chosen, after
 
 
 def calibration_error(predicted: Tensor, accepted: Tensor) -> float:
@@ -119,23 +134,17 @@ def calibration_error(predicted: Tensor, accepted: Tensor) -> float:
     return error
 
 
-def calibrate(observed: Observed) -> dict[str, dict[str, list[float]]]:
-    """Mode -> temperatures, mean acceptance, and calibration errors before and after, by slot."""
+def calibrate(parts: Sequence[Observed]) -> dict[str, dict[str, list[float]]]:
+    """Mode -> temperature and mean conditional acceptance, by slot; `parts` are text domains."""
     result: dict[str, dict[str, list[float]]] = {}
-    for mode, accepted in observed.accepted.items():
-        figures: dict[str, list[float]] = {
-            name: [] for name in ("temperature", "accepted", "error_before", "error_after")
-        }
-        for slot in range(observed.logits.shape[1]):
-            live = observed.live[:, slot]
-            logits, rates = observed.logits[live, slot], accepted[live, slot]
-            temperature = fit(logits, rates)
+    for mode in MODES:
+        survival = [torch.ones(len(part.logits)) for part in parts]
+        figures: dict[str, list[float]] = {"temperature": [], "accepted": []}
+        for slot in range(parts[0].logits.shape[1]):
+            rates = torch.cat([part.accepted[mode][part.live[:, slot], slot] for part in parts])
+            temperature, survival = fit(mode, parts, survival, slot)
             figures["temperature"].append(round(temperature, 3))
             figures["accepted"].append(round(float(rates.mean()), 4))
-            before = calibration_error(logits.sigmoid(), rates)
-            after = calibration_error((logits / temperature).sigmoid(), rates)
-            figures["error_before"].append(round(before, 4))
-            figures["error_after"].append(round(after, 4))
         result[mode] = figures
     return result
 
@@ -176,12 +185,7 @@ def main() -> int:
         marks = np.load(arguments.data / f"{name}_answers.npy")
         rows = Rows(stream, 512, model.config.bos_token_id, SEED, marks)
         parts[name] = observe(model, rows, arguments.rows, arguments.temperature, arguments.anchors)
-    joined = Observed(
-        torch.cat([part.logits for part in parts.values()]),
-        torch.cat([part.live for part in parts.values()]),
-        {mode: torch.cat([part.accepted[mode] for part in parts.values()]) for mode in MODES},
-    )
-    result = calibrate(joined)
+    result = calibrate(list(parts.values()))
     for name, part in parts.items():
         for mode in MODES:
             before, after = survival_error(part, mode, result[mode]["temperature"])

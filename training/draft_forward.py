@@ -24,7 +24,7 @@ from training.fast_forward import FastForward
 from training.quantised import round_q8, round_record
 
 LOSS_WEIGHTS = (0.1, 0.9, 1.0)
-"""Cross entropy, total variation (as L1), confidence."""
+"""Cross entropy, total variation (as L1) or divergence, confidence."""
 SLOT_DECAY = 4.0
 
 
@@ -133,17 +133,26 @@ def draft_logits(model: DraftModel, hidden: Tensor, previous: Tensor) -> tuple[T
 
 
 def slot_losses(
-    logits: Tensor, confidence: Tensor, target_probs: Tensor, drafted: Tensor
+    logits: Tensor,
+    confidence: Tensor,
+    target_probs: Tensor,
+    drafted: Tensor,
+    divergence: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Weighted loss of each slot (N, block), without the slot weights, and the acceptance
-    probability 1 - TV (N, block), without gradient."""
+    probability 1 - TV (N, block), without gradient.
+
+    `divergence` puts the cross entropy to the target's distribution in the place of the total
+    variation, whose gradient vanishes with the probability of the token that should rise.
+    """
     log_probs = logits.log_softmax(-1)
     entropy = -log_probs.gather(-1, drafted.unsqueeze(-1)).squeeze(-1)
     distance = (log_probs.exp() - target_probs).abs().sum(-1)
     accepted = (1.0 - 0.5 * distance).detach().clamp(0.0, 1.0)
     calibration = F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+    apart = -(target_probs * log_probs).sum(-1) if divergence else distance
     first, second, third = LOSS_WEIGHTS
-    return first * entropy + second * distance + third * calibration, accepted
+    return first * entropy + second * apart + third * calibration, accepted
 
 
 def draft_loss(losses: Tensor, live: Tensor) -> Tensor:

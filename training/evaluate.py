@@ -265,7 +265,7 @@ def main() -> int:
     (BUILD / "report.json").write_text(text, encoding="utf-8")
     if arguments.card:
         report["samples"] = write_samples(model)
-        for name in ("answers", "calibration"):
+        for name in ("answers", "calibration", "long_range"):
             path = BUILD / f"{name}.json"
             if path.exists():
                 report[name] = json.loads(path.read_text(encoding="utf-8"))

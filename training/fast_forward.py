@@ -104,16 +104,23 @@ class FastForward:
         self.loads: list[Tensor] = []
 
     def __call__(
-        self, ids: Tensor, *, dense: bool, trace_indexer: bool = False, records: bool = False
+        self,
+        ids: Tensor,
+        *,
+        dense: bool,
+        trace_indexer: bool = False,
+        records: bool = False,
+        windows_only: bool = False,
     ) -> ForwardOutput:
         """Whole sequences from position 0: (B, S) int64, S a multiple of the window.
 
         `dense` ignores the selection: every layer sees all complete compressed entries; the
         indexer then runs only if `trace_indexer`. `records` rounds keys and index queries as a
-        V4.1 cache does.
+        V4.1 cache does. `windows_only` masks all compressed entries off.
         """
         model, config = self.model, self.config
         run = _Run(self, ids, dense, trace_indexer, records)
+        run.windows_only = windows_only
         self.loads = []
         shape = self.layout_of(ids)
         stream = model.embed(ids.view(shape)).unsqueeze(2).repeat(1, 1, config.hc_mult, 1)
@@ -221,6 +228,7 @@ class _Run:
         self.near = near_bias(ids.shape[1], owner.config.sliding_window)
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}
         self.traces: list[IndexTrace] = []
+        self.windows_only = False
         self.compressed: Tensor | None = None
         self.index_keys: Tensor | None = None
         self.far: Tensor | None = None
@@ -250,8 +258,9 @@ class _Run:
                     self.index_keys = round_record(self.index_keys, round_q4x)
         if attn.runs_indexer:
             self._select(attn, x, low_rank, cos, sin)
-        compressed = self.compressed if attn.ratio else None
-        far = self.far if attn.ratio else None
+        reads_far = attn.ratio > 0 and not self.windows_only
+        compressed = self.compressed if reads_far else None
+        far = self.far if reads_far else None
         attended, mass = owner.attend(
             query, window_keys, attn.attn_sink, self.near, compressed, far, attn.ratio, self.trace
         )

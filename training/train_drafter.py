@@ -55,7 +55,19 @@ class DraftPlan:
     """Of its fields those of rows, rates, legs and rounding count."""
     anchors: int = 128
     """Rounds in each row."""
+    uses: int = 4
+    """Steps that draft in the same rows, from other anchors: the target's forward is half of a
+    step that needs it."""
+    held: int = 16
+    """Batches of rows that take turns until all are used up."""
+    divergence_until: float = 0.0
+    """Share of the leg in which the loss has the divergence instead of the total variation."""
     bias_rate: float = 2e-3
+
+    def batch_of(self, step: int) -> int:
+        """Number of the batch of rows that a step drafts in."""
+        group, place = divmod(step, self.held * self.uses)
+        return group * self.held + place % self.held
 
 
 @torch.no_grad()
@@ -98,6 +110,7 @@ class DrafterTrainer:
         if self.quantised_target:
             round_in_place(model.layers)
         self.progress = Progress()
+        self._observed: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def quantised(self) -> bool:
@@ -110,6 +123,15 @@ class DrafterTrainer:
         output = self.target(ids, dense=False, records=self.quantised_target)
         return output.taps, self.model.head_logits(output.hidden).softmax(-1)
 
+    def observe_once(self, step: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As `observe`, kept while steps of the same group draft in the same rows."""
+        batch = self.plan.batch_of(step)
+        if batch not in self._observed:
+            if batch % self.plan.held == 0:
+                self._observed.clear()
+            self._observed[batch] = self.observe(ids)
+        return self._observed[batch]
+
     def slots(self, taps: Tensor, probs: Tensor, rounds: Rounds) -> tuple[Tensor, Tensor, Tensor]:
         """Losses (N, block), acceptance (N, block), and draft logits (N, block, vocab)."""
         keys, live = context_of(self.model, taps, rounds, records=self.quantised)
@@ -117,14 +139,16 @@ class DrafterTrainer:
         logits, confidence = draft_logits(self.model, hidden, rounds.previous)
         slots = rounds.positions[:, None] + torch.arange(logits.shape[1])
         wanted = probs[rounds.rows[:, None], slots]
-        losses, accepted = self.losses(logits, confidence, wanted, rounds.drafted)
+        divergence = self.progress.share() < self.plan.divergence_until
+        losses, accepted = self.losses(logits, confidence, wanted, rounds.drafted, divergence)
         return losses, accepted, logits
 
     def rounds(self, step: int) -> tuple[Tensor, Rounds]:
         """Ids of a step's rows and the draft rounds in them."""
         count = self.plan.schedule.shape[0]
-        rows = self.sources[step % len(self.sources)]
-        first = step // len(self.sources) * count
+        batch = self.plan.batch_of(step)
+        rows = self.sources[batch % len(self.sources)]
+        first = batch // len(self.sources) * count
         ids, targets = rows.batch(first, count)
         answers = rows.answer_targets(first, count)
         generator = torch.Generator().manual_seed(SEED + step)
@@ -136,7 +160,7 @@ class DrafterTrainer:
         schedule, progress = self.plan.schedule, self.progress
         begin, share = time.perf_counter(), progress.share()
         ids, rounds = self.rounds(progress.step)
-        taps, probs = self.observe(ids)
+        taps, probs = self.observe_once(progress.step, ids)
         self.drafter.loads = []
         with rounded_weights(self.named) if self.quantised else nullcontext():
             losses, accepted, _ = self.slots(taps, probs, rounds)
@@ -211,9 +235,10 @@ def run(
 
 
 def read_sources(plan: Plan, bos: int) -> list[Rows]:
-    """Rows of the training text and, if there is any, of the text that the target wrote."""
+    """Rows of the training text and, where there are any, of the text that the target wrote and of
+    chats that copy; all have the same share."""
     sources = []
-    for name in ("train", "written"):
+    for name in ("train", "written", "copies"):
         if name == "train" or (BUILD / f"{name}.npy").exists():
             stream, marks = np.load(BUILD / f"{name}.npy"), np.load(BUILD / f"{name}_answers.npy")
             sources.append(Rows(stream, plan.shape[1], bos, SEED, marks))
@@ -231,6 +256,7 @@ def main() -> int:
     parser.add_argument(
         "--quantised-from", type=float, default=Plan().quantised_from, help="share of the leg"
     )
+    parser.add_argument("--divergence-until", type=float, default=0.0, help="share of the leg")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--target", type=Path, default=BUILD / "target.pt")
     parser.add_argument("--state", type=Path, default=BUILD / "drafter.pt")
@@ -248,7 +274,7 @@ def main() -> int:
     model.load_state_dict(state["model"])
     start_from_target(model)
     sources = read_sources(schedule, raw["bos_token_id"])
-    plan = dataclasses.replace(plan, schedule=schedule)
+    plan = dataclasses.replace(plan, schedule=schedule, divergence_until=arguments.divergence_until)
     trainer = DrafterTrainer(model, sources, plan, compile_piece)
     if arguments.start == "state":
         trainer.load(torch.load(arguments.state, weights_only=True))

@@ -21,39 +21,43 @@ from training.vocabulary import Vocabulary
 
 SEED = 20265
 TEMPERATURES = (0.6, 0.8, 1.0)
-_CHATS_PER_STORY = 5
+CHATS_PER_STORY = 5
 _GROUP = 48
 """Requests that are generated at once."""
 
 
-def mixed_requests(vocabulary: Vocabulary, seed: int) -> Iterator[Request]:
-    """Endless prompts: several chats for each story, which is as long as they are together."""
+def mixed_requests(
+    vocabulary: Vocabulary, seed: int, chats_per_story: int = CHATS_PER_STORY
+) -> Iterator[Request]:
+    """Endless prompts: several chats for each story; CHATS_PER_STORY are as long as it is."""
     stories = list(story_requests(vocabulary, heldout=False))
     Random(f"decodegrid:written:{seed}").shuffle(stories)
     round_number = 0
     while True:
-        chats = chat_requests(vocabulary, _CHATS_PER_STORY * len(stories), seed + round_number)
+        chats = chat_requests(vocabulary, chats_per_story * len(stories), seed + round_number)
         for story in stories:
-            yield from islice(chats, _CHATS_PER_STORY)
+            yield from islice(chats, chats_per_story)
             yield story
         round_number += 1
 
 
-def write(model: Path, num_tokens: int, minutes: float, output: Path) -> int:
+def write(model: Path, num_tokens: int, minutes: float, output: Path, mix: tuple[int, int]) -> int:
     """Generate until there are `num_tokens` answer tokens or the time is over; returns their
-    number."""
+    number. `mix`: seed, and chats for each story."""
     vocabulary = Vocabulary.from_file()
-    requests = mixed_requests(vocabulary, SEED)
+    seed, chats_per_story = mix
+    requests = mixed_requests(vocabulary, seed, chats_per_story)
     documents: list[Document] = []
-    total, began = 0, time.perf_counter()
+    total = 0
     with open_engine(model, 0) as engine:
+        began = time.perf_counter()
         while total < num_tokens and time.perf_counter() - began < 60.0 * minutes:
             group = list(islice(requests, _GROUP))
             params = [
                 SamplingParams(
                     temperature=TEMPERATURES[(len(documents) + i) % len(TEMPERATURES)],
                     max_tokens=240,
-                    seed=SEED + len(documents) + i,
+                    seed=seed + len(documents) + i,
                 )
                 for i in range(len(group))
             ]
@@ -76,8 +80,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--output", type=Path, default=BUILD)
+    parser.add_argument("--seed", type=int, default=SEED, help="choice of prompts and draws")
+    parser.add_argument("--chats-per-story", type=int, default=CHATS_PER_STORY)
     arguments = parser.parse_args()
-    write(arguments.model, arguments.tokens, arguments.minutes, arguments.output)
+    mix = (arguments.seed, arguments.chats_per_story)
+    write(arguments.model, arguments.tokens, arguments.minutes, arguments.output, mix)
     return 0
 
 

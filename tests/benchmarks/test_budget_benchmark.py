@@ -9,6 +9,7 @@ import pytest
 from benchmarks.budget import Plan, report_choice
 from benchmarks.budget_serving import ServingPlan, _describe, mixed_workload
 from benchmarks.generation import Run
+from decodegrid.capture.total_scan import NumpyScan
 from decodegrid.configs.load import load_config
 
 
@@ -40,7 +41,7 @@ def test_rounds_and_rates_are_pooled() -> None:
 
 
 def test_choice_is_measured_for_every_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    result = report_choice(Plan(1, None))
+    result = report_choice(Plan(1, None), NumpyScan)
     assert set(result["choice_us"]) == {"8", "64", "256"}
     assert all(np.isfinite(value) and value > 0 for value in result["choice_us"].values())
     assert "choice / sort" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The verify budget against a walk over all totals, and the golden vectors of the schedule."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +15,19 @@ from decodegrid.capture.budget import (
 )
 from decodegrid.capture.grid import CoverageError, GraphKey, Grid, build_grid
 from decodegrid.capture.surface import Surface, SurfaceError, SurfacePoint
+from decodegrid.capture.total_scan import NumpyScan, ScanMemory
+from decodegrid.kernels.native import build_library
+from decodegrid.kernels.total_scan import NativeScan, native_scan
 from decodegrid.kernels.verify import split_verify_lengths
+
+BUILD = Path(__file__).resolve().parents[2] / "build" / "native"
 
 CURVE_A = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.2, 16: 1.9, 24: 2.7}
 CURVE_B = {1: 1.0, 2: 1.05, 3: 1.1, 4: 1.6, 8: 3.0}
+
+
+def compiled_scan(memory: ScanMemory) -> NativeScan:
+    return native_scan(build_library(BUILD))(*memory)
 
 
 def walk(sorted_rates, num_reqs, time_of) -> int:
@@ -95,7 +105,8 @@ def random_rates(rng, rows: int, width: int):
     return rates.astype(np.float32)
 
 
-def test_choice_equals_the_walk_over_all_totals():
+@pytest.mark.parametrize("make_scan", [NumpyScan, compiled_scan])
+def test_choice_equals_the_walk_over_all_totals(make_scan):
     """Random grids, surfaces and rates; each budget serves several calls, so that what it keeps
     between calls is tested with them."""
     rng = np.random.default_rng(20)
@@ -105,7 +116,7 @@ def test_choice_equals_the_walk_over_all_totals():
         surface = make_surface(grid, random_times(rng, grid))
         if rng.integers(2):
             grid = grid.with_cost(surface.ms)
-        budget = VerifyBudget(grid, surface, grid.num_draft_tokens)
+        budget = VerifyBudget(grid, surface, grid.num_draft_tokens, make_scan)
         for _ in range(8):
             rows, width = int(rng.integers(1, grid.max_num_reqs + 1)), grid.num_draft_tokens
             rates = random_rates(rng, rows, width)
@@ -356,3 +367,23 @@ def test_choice_is_frozen():
     assert choice.num_query_tokens == 1 and choice.expected_tokens == 1.0
     with pytest.raises(AttributeError):
         choice.num_query_tokens = 2  # type: ignore[misc]
+
+
+def test_compiled_scan_refuses_arrays_that_do_not_fit():
+    memory = ScanMemory(
+        np.zeros(5, np.float32), np.zeros(5, np.float32), np.array([0, 2]), np.array([1, 4]),
+        np.ones(2), 4,
+    )
+    assert compiled_scan(memory).best(2) == (0, 0)
+    broken = [
+        (memory._replace(sums=np.zeros(4, np.float32)), "4 rates in rows of 4 do not fit 4 sums"),
+        (memory._replace(last=np.array([1, 5])), "do not fit 4 drafts"),
+        (memory._replace(first=np.array([-1, 2])), "do not fit 4 drafts"),
+        (memory._replace(ms=np.ones(3)), "2 first, 2 last, 3 ms"),
+        (memory._replace(width=3), "rows of 3"),
+        (memory._replace(ms=np.ones(2, np.float32)), "contiguous float64"),
+        (memory._replace(terms=np.zeros(10, np.float32)[::2]), "contiguous float32"),
+    ]
+    for arrays, message in broken:
+        with pytest.raises(ValueError, match=message):
+            compiled_scan(arrays)

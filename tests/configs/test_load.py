@@ -235,11 +235,13 @@ def test_fields_that_contradict_each_other_are_all_named(write: Write) -> None:
     assert verify.endswith("got 25")
 
 
-def test_fresh_rates_need_coupled_verification(write: Write) -> None:
-    path = write("speculation:\n  budget_rates: fresh\n")
+def test_fresh_rates_need_coupled_verification_and_no_step_in_flight(write: Write) -> None:
+    path = write("scheduler: {async_scheduling: false}\nspeculation:\n  budget_rates: fresh\n")
     load_config(path)
     (error,) = errors_of(path, "speculation.verify=rejection")
-    assert 'speculation.budget_rates: must be "delayed"' in error
+    assert 'speculation.budget_rates: must be "delayed" with speculation.verify' in error
+    (error,) = errors_of(path, "scheduler.async_scheduling=true")
+    assert 'speculation.budget_rates: must be "delayed" with scheduler.async' in error
 
 
 def test_contradiction_with_a_default_names_the_file(write: Write) -> None:

@@ -3,6 +3,8 @@
 The toy's next token is a hash of all tokens before it, read back through the block table, so a
 block that is missing, shared, stale or out of order changes the output or fails an assertion.
 Whether its drafts are right is a switch.
+A step's work is done at its launch, as it looks to everything that is launched after it, and what
+it did is seen by nobody before collect() tells.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +18,16 @@ import numpy as np
 import pytest
 import tokenizers
 
-from decodegrid.capture.grid import Grid
-from decodegrid.engine.runner_protocol import SlotRequest, StepResult
+from decodegrid.capture.grid import Grid, StepVariant
+from decodegrid.engine.runner_protocol import (
+    MAX_TOP_LOGPROBS,
+    LaunchedStep,
+    PromptLogprobs,
+    SlotRequest,
+    StepLogprobs,
+    StepResult,
+    num_mask_words,
+)
 from decodegrid.engine.tokenizer import Tokenizer
 
 SPECIALS = ["Bos", "Eos", "User", "Assistant", "System", "ThinkingStart", "ThinkingEnd", "Dsml"]
@@ -40,6 +50,16 @@ class Slot:
     seq_len: int = 0
     last_token: int = STALE
     drafts: list[int] = field(default_factory=list)
+    stopped: bool = False
+    """The last step emitted one of its stop tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class FakeStep(LaunchedStep):
+    """A launched step; the runner alone looks into it."""
+
+    result: StepResult | None = None
+    widths: tuple[int, ...] = ()
 
 
 class ToyModel:
@@ -75,6 +95,21 @@ class ScriptedModel(ToyModel):
         return super().next_token(tokens, temperature, seed)
 
 
+def first_allowed(token_id: int, mask: np.ndarray) -> int:
+    """The id, or the next one that a mask row allows."""
+    bits = np.unpackbits(mask.astype("<i4").view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+    allowed = np.flatnonzero(bits)
+    return int(allowed[np.searchsorted(allowed, token_id) % len(allowed)])
+
+
+def fake_logprobs(token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A token's log-probability depends on its id, and it is the most probable one."""
+    chosen = (-1.0 - token_ids % 7).astype(np.float32)
+    place = np.arange(MAX_TOP_LOGPROBS)
+    top_ids = (token_ids[..., None] + place) % VOCAB_SIZE
+    return chosen, top_ids, (chosen[..., None] - place).astype(np.float32)
+
+
 class FakeRunner:
     """StepRunner over a toy model; every rule of the protocol is an assertion."""
 
@@ -99,17 +134,28 @@ class FakeRunner:
         self.num_blocks = num_blocks or 1 + max_num_reqs * -(-max_model_len // block_size)
         self.prefill_chunk_sizes = prefill_chunk_sizes
         self.vocab_size = VOCAB_SIZE
+        self.num_snapshots = 0
+        self.keep_tokens = 0
         self.num_compilations = 3
         self.num_captured = 5
+        self.has_rich = True
         self.start_up_report = "phase table of the fake"
         self.drafts = drafts
         self.confidence = 0.5
+        self.graph_s = 1e-3
         self.grid: Grid | None = None
         """Where keys come from; None makes keys that count pads and need no grid."""
         self.model = model or ToyModel()
         self.slots: dict[int, Slot] = {}
         self.memory = np.full((self.num_blocks, block_size), STALE, dtype=np.int64)
         self.log: list[tuple[str, ...] | tuple[str, int] | tuple[str, int, int]] = []
+        self.uncollected: list[FakeStep] = []
+        self.half: FakeStep | None = None
+        """A rich step whose choice is not launched."""
+        self.order: list[str] = []
+        """launch, choice and collect, as they came."""
+        self.most_in_flight = 0
+        """Steps on their way at once."""
 
     def prefill(
         self,
@@ -118,7 +164,9 @@ class FakeRunner:
         start: int,
         history: tuple[int, int, int],
         block_ids: Sequence[int],
-    ) -> None:
+        following: Sequence[int] | None = None,
+    ) -> PromptLogprobs | None:
+        assert not self.uncollected, "a chunk is computed while a step is in flight"
         assert 1 <= len(token_ids) <= self.prefill_chunk_sizes[-1]
         if start == 0:
             assert slot not in self.slots, "a slot is reused before it was stopped"
@@ -131,8 +179,13 @@ class FakeRunner:
             self._write(slot, start + offset, token_id)
         state.num_computed += len(token_ids)
         self.log.append(("prefill", slot, len(token_ids)))
+        if following is None:
+            return None
+        assert len(following) == len(token_ids)
+        return PromptLogprobs(*fake_logprobs(np.array(following, dtype=np.int64)))
 
     def start(self, slot: int, request: SlotRequest, block_ids: Sequence[int]) -> None:
+        assert self.half is None
         state = self.slots.setdefault(slot, Slot([]))
         assert state.request is None and state.num_computed == request.seq_len - 1
         assert request.seq_len < request.max_seq_len <= self.max_model_len
@@ -145,55 +198,116 @@ class FakeRunner:
         self.log.append(("start", slot))
 
     def set_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+        assert self.half is None
         state = self.slots[slot]
         assert state.request is not None
         assert list(block_ids[: len(state.blocks)]) == state.blocks
         self._own(slot, block_ids)
 
     def stop(self, slot: int) -> None:
+        assert self.half is None
         state = self.slots.pop(slot)
         self.memory[state.blocks] = STALE
         self.log.append(("stop", slot))
 
+    def launch(self, slots: Sequence[int], num_query_tokens: int) -> LaunchedStep:
+        assert all(self._request(slot).rich is None for slot in slots)
+        step = self._begin(slots, num_query_tokens, StepVariant.FUSED)
+        self._finish(step, None)
+        return step
+
+    def launch_forward(self, slots: Sequence[int], num_query_tokens: int) -> LaunchedStep:
+        assert any(self._request(slot).rich is not None for slot in slots)
+        self.half = self._begin(slots, num_query_tokens, StepVariant.RICH)
+        return self.half
+
+    def launch_choice(self, step: LaunchedStep, masks: np.ndarray | None) -> None:
+        assert step is self.half and isinstance(step, FakeStep)
+        assert self.uncollected == [step], "the step before is not collected"
+        shape = (len(step.slots), self.num_draft_tokens + 1, num_mask_words(self.vocab_size))
+        assert masks is None or masks.shape == shape
+        self.half = None
+        self.order.append("choice")
+        self._finish(step, masks)
+
+    def collect(self, step: LaunchedStep) -> StepResult:
+        assert self.uncollected and step is self.uncollected[0], "steps are collected in order"
+        assert isinstance(step, FakeStep) and step.result is not None
+        self.uncollected.pop(0)
+        self.order.append("collect")
+        return step.result
+
     def decode(self, slots: Sequence[int], num_query_tokens: int) -> StepResult:
+        return self.collect(self.launch(slots, num_query_tokens))
+
+    def _begin(self, slots: Sequence[int], total: int, variant: StepVariant) -> "FakeStep":
+        assert self.half is None and len(self.uncollected) <= 1, "two steps are on their way"
         assert len(set(slots)) == len(slots) <= self.max_num_reqs
-        widths = self._split(slots, num_query_tokens)
-        width = self.num_draft_tokens + 1
-        token_ids = np.full((len(slots), width), STALE, dtype=np.int64)
-        num_emitted = np.zeros(len(slots), dtype=np.int64)
-        for row, slot in enumerate(slots):
-            emitted = self._verify(slot, widths[row])
+        self.order.append("launch")
+        key: Any = Key(1 << (len(slots) - 1).bit_length(), 2 * total)
+        if self.grid is not None:
+            key = self.grid.select(len(slots), total)
+        widths = tuple(self._split(slots, total))
+        step = FakeStep(tuple(slots), key, variant, total, widths=widths)
+        self.uncollected.append(step)
+        self.most_in_flight = max(self.most_in_flight, len(self.uncollected))
+        return step
+
+    def _finish(self, step: "FakeStep", masks: np.ndarray | None) -> None:
+        num_rows, width = len(step.slots), self.num_draft_tokens + 1
+        token_ids = np.full((num_rows, width), STALE, dtype=np.int64)
+        drafts = np.full((num_rows, width - 1), STALE, dtype=np.int64)
+        confidence = np.full((num_rows, width - 1), self.confidence, dtype=np.float32)
+        num_emitted = np.zeros(num_rows, dtype=np.int64)
+        for row, slot in enumerate(step.slots):
+            emitted = self._verify(slot, step.widths[row], None if masks is None else masks[row])
             token_ids[row, : len(emitted)] = emitted
             num_emitted[row] = len(emitted)
-        self.log.append(("decode", len(slots), num_query_tokens))
-        verified = np.asarray(widths, dtype=np.int64) - 1
-        key: Any = Key(1 << (len(slots) - 1).bit_length(), 2 * num_query_tokens)
-        if self.grid is not None:
-            key = self.grid.select(len(slots), num_query_tokens)
-        confidence = np.full((len(slots), width - 1), self.confidence, dtype=np.float32)
-        return StepResult(token_ids, num_emitted, verified, confidence, num_query_tokens, key)
+            drafts[row, : len(self.slots[slot].drafts)] = self.slots[slot].drafts
+            if self.slots[slot].stopped:
+                confidence[row] = 0.0
+        self.log.append(("decode", num_rows, step.num_query_tokens))
+        verified = np.asarray(step.widths, dtype=np.int64) - 1
+        logprobs = None
+        if step.variant is StepVariant.RICH:
+            logprobs = StepLogprobs(*fake_logprobs(token_ids))
+        step.result = StepResult(
+            token_ids, num_emitted, verified, confidence, sum(step.widths), step.key, drafts,
+            logprobs, self.graph_s,
+        )  # fmt: skip
+
+    def _request(self, slot: int) -> SlotRequest:
+        request = self.slots[slot].request
+        assert request is not None
+        return request
 
     def _split(self, slots: Sequence[int], num_query_tokens: int) -> list[int]:
-        """One token a row, the rest by draft position and then by row."""
+        """One token a row, the rest by draft position and then by row, stopped rows last.
+
+        Rows at their length limit and tokens that nobody can use come only where the step before
+        was not known yet.
+        """
         room = []
+        is_behind = bool(self.uncollected)
         for slot in slots:
-            state = self.slots[slot]
-            assert state.request is not None and state.seq_len < state.request.max_seq_len
-            room.append(min(len(state.drafts) + 1, state.request.max_seq_len - state.seq_len))
-        assert len(slots) <= num_query_tokens <= sum(room)
+            state, most = self.slots[slot], self._request(slot).max_seq_len
+            assert state.seq_len < most or is_behind
+            room.append(max(1, min(len(state.drafts) + 1, most - state.seq_len)))
+        assert len(slots) <= num_query_tokens <= len(slots) * (self.num_draft_tokens + 1)
+        assert num_query_tokens <= sum(room) or is_behind
         widths = [1] * len(slots)
         left = num_query_tokens - len(slots)
-        for position in range(1, self.num_draft_tokens + 1):
-            for row in range(len(slots)):
-                if left and room[row] > position:
-                    widths[row] += 1
-                    left -= 1
+        for stopped in (False, True):
+            for position in range(1, self.num_draft_tokens + 1):
+                for row, slot in enumerate(slots):
+                    is_turn = self.slots[slot].stopped is stopped
+                    if left and is_turn and room[row] > position:
+                        widths[row] += 1
+                        left -= 1
         return widths
 
-    def _verify(self, slot: int, width: int) -> list[int]:
-        state = self.slots[slot]
-        request = state.request
-        assert request is not None
+    def _verify(self, slot: int, width: int, masks: np.ndarray | None) -> list[int]:
+        state, request = self.slots[slot], self._request(slot)
         needed = min(state.seq_len + self.num_draft_tokens + 1, request.max_seq_len)
         assert len(state.blocks) * self.block_size >= needed
         fed = [state.last_token, *state.drafts[: width - 1]]
@@ -202,18 +316,20 @@ class FakeRunner:
             self._write(slot, state.seq_len - 1 + index, token_id)
         for index in range(width):
             context = self._read(slot, state.seq_len + index)
-            emitted.append(self.model.next_token(context, request.temperature, request.seed))
+            token_id = self.model.next_token(context, request.temperature, request.seed)
+            emitted.append(token_id if masks is None else first_allowed(token_id, masks[index]))
             if index + 1 < width and fed[index + 1] != emitted[-1]:
                 break
         context = self._read(slot, state.seq_len) + emitted
         state.seq_len += len(emitted)
         state.last_token = emitted[-1]
+        state.stopped = not set(emitted).isdisjoint(request.stop_token_ids)
         state.drafts = self._draft(context, request)
         return emitted
 
     def _draft(self, context: list[int], request: SlotRequest) -> list[int]:
         count = self.num_draft_tokens
-        truth = []
+        truth: list[int] = []
         for _ in range(count):
             token_id = self.model.next_token(context + truth, request.temperature, request.seed)
             truth.append(token_id)

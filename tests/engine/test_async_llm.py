@@ -37,7 +37,7 @@ def hold_decode(llm: LLM, num_free_steps: int) -> threading.Event:
     A toy step takes microseconds: without this a request may end before its reader wakes up.
     """
     runner: Any = llm.stream_table.loop.runner
-    decode, may_go_on, calls = runner.decode, threading.Event(), []
+    decode, may_go_on, calls = runner.launch, threading.Event(), []
 
     def wait(*args: Any) -> Any:
         calls.append(1)
@@ -45,7 +45,7 @@ def hold_decode(llm: LLM, num_free_steps: int) -> threading.Event:
             assert may_go_on.wait(60)
         return decode(*args)
 
-    runner.decode = wait
+    runner.launch = wait
     return may_go_on
 
 
@@ -116,7 +116,7 @@ def test_an_error_of_the_engine_reaches_every_reader_and_later_callers(
 ) -> None:
     llm = make_llm()
     runner: Any = llm.stream_table.loop.runner
-    decode, calls = runner.decode, []
+    decode, calls = runner.launch, []
 
     def fail(*args: Any) -> Any:
         calls.append(1)
@@ -124,7 +124,7 @@ def test_an_error_of_the_engine_reaches_every_reader_and_later_callers(
             raise OSError("the device is gone")
         return decode(*args)
 
-    runner.decode = fail
+    runner.launch = fail
 
     async def run() -> None:
         engine = AsyncLLM(llm)
@@ -164,13 +164,13 @@ def test_a_lower_priority_number_goes_first(make_llm: Callable[..., LLM]) -> Non
     order: list[str] = []
     llm = make_llm(max_num_reqs=1)
     runner: Any = llm.stream_table.loop.runner
-    decode, all_queued = runner.decode, threading.Event()
+    decode, all_queued = runner.launch, threading.Event()
 
     def wait(*args: Any) -> Any:
         assert all_queued.wait(60)
         return decode(*args)
 
-    runner.decode = wait
+    runner.launch = wait
     engine = AsyncLLM(llm)
     futures = []
     for name, priority in (("first", 0), ("b", 5), ("c", 5), ("a", -1)):

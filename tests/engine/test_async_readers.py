@@ -16,8 +16,8 @@ from decodegrid.engine.async_llm import AsyncLLM
 from decodegrid.engine.async_sinks import Mailbox
 from decodegrid.engine.build import RunnerOptions, make_runner
 from decodegrid.engine.llm import LLM
-from decodegrid.engine.request import StreamOutput
 from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.request_output import StreamOutput
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.tokenizer import Tokenizer
 from decodegrid.graphs.state import Capacity
@@ -75,14 +75,14 @@ def test_joined_pieces_keep_completions_apart() -> None:
 def test_an_event_loop_that_is_gone_frees_its_requests(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(drafts=0)
     runner: Any = llm.stream_table.loop.runner
-    decode, may_go_on = runner.decode, threading.Event()
+    decode, may_go_on = runner.launch, threading.Event()
 
     def wait(*args: Any) -> Any:
         if runner.log[-1][0] == "decode":
             assert may_go_on.wait(60)
         return decode(*args)
 
-    runner.decode = wait
+    runner.launch = wait
     engine = AsyncLLM(llm)
     loop = asyncio.new_event_loop()
     stream = engine.stream([20, 30], LONG)

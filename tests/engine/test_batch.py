@@ -92,12 +92,22 @@ def test_answers_stand_in_the_order_of_the_lines(
     [
         ({"prompt": "x", "nonsense": 1}, "nonsense is not supported", "nonsense"),
         ({"prompt": "x", "messages": []}, "messages is not supported", "messages"),
-        ({"prompt": "x", "logprobs": 0}, "logprobs=0 is not supported", "logprobs"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs must be 0 to 20, got 21", "logprobs"),
+        ({"prompt": "x", "logprobs": True}, "logprobs must be an integer", "logprobs"),
+        ({"prompt": "x", "top_logprobs": 1}, "a field of chats", "top_logprobs"),
+        ({"prompt": "x", "echo": True}, "echo=True is not supported", "echo"),
         ({"prompt": "x", "stream": True}, "stream=True is not supported", "stream"),
         ({"prompt": "x", "best_of": True}, "best_of=True is not supported", "best_of"),
-        ({"prompt": "x", "min_p": 0.1}, "min_p=0.1 is not supported", "min_p"),
-        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias=", "logit_bias"),
-        ({"prompt": "x", "frequency_penalty": 2.0}, "is not supported", "frequency_penalty"),
+        ({"prompt": "x", "min_p": 1.1}, "min_p must be 0 to 1, got 1.1", "min_p"),
+        ({"prompt": "x", "logit_bias": {"5": 101}}, "[5] must be -100 to 100", "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "as its keys, got 'a'", "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"05": 1}}, "as its keys, got '05'", "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"9" * 99: 1}}, "as its keys, got '999", "logit_bias"),
+        ({"prompt": "x", "logit_bias": [1]}, "must be a mapping", "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias key 0 is 999", None),
+        ({"prompt": "x", "frequency_penalty": 2.1}, "must be -2 to 2", "frequency_penalty"),
+        ({"prompt": "x", "min_tokens": 6}, "at most max_tokens (5), got 6", "min_tokens"),
+        ({"prompt": "x", "prompt_logprobs": -1}, "must be 0 to 20", "prompt_logprobs"),
         ({"prompt": "x", "temperature": "1"}, "temperature must be a finite", "temperature"),
         ({"prompt": "x", "stop_token_ids": [-1]}, r"stop_token_ids[0]", "stop_token_ids"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
@@ -121,6 +131,24 @@ def test_a_bad_body_is_refused_and_the_others_go_on(
     error = answers[1]["response"]["body"]["error"]
     assert message in error["message"] and error["param"] == param
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"logprobs": 3}, "logprobs must be true or false in a chat", "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs is 2, but logprobs is not true", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "must be 0 to 20, got 21", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": True}, "must be an integer", "top_logprobs"),
+    ],
+)
+def test_logprobs_of_a_chat_are_refused_in_their_own_words(
+    call: Any, fields: dict[str, Any], message: str, param: str
+) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    _, (answer,), _ = call(line("bad", CHAT, messages=messages, **fields))
+    error = answer["response"]["body"]["error"]
+    assert message in error["message"] and error["param"] == param
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_a_runner_that_fails_leaves_the_llm_usable(
 ) -> None:
     llm = make_llm()
     with monkeypatch.context() as patch:
-        patch.setattr(llm.stream_table.loop.runner, "decode", lambda slots, num: 1 / 0)
+        patch.setattr(llm.stream_table.loop.runner, "launch", lambda slots, num: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate([[20, 21], [22, 23]], greedy())
     assert_idle(llm)

@@ -50,13 +50,23 @@ class Odd:
         ("top_k", -1.0, "top_k must be an integer, got -1.0"),
         ("top_k", True, "top_k must be an integer, got True"),
         ("top_k", None, "top_k must be an integer, got None"),
-        ("min_p", 0.1, "not supported"),
-        ("min_tokens", 3, "not supported"),
-        ("presence_penalty", 0.5, "not supported"),
-        ("frequency_penalty", 0.5, "not supported"),
-        ("repetition_penalty", 1.1, "not supported"),
-        ("logprobs", 0, "not supported"),
-        ("prompt_logprobs", 1, "not supported"),
+        ("min_p", 1.01, "0 to 1, got 1.01"),
+        ("min_p", math.nan, "0 to 1, got nan"),
+        ("min_tokens", 17, r"at most max_tokens \(16\), got 17"),
+        ("min_tokens", -1, "at least 0, got -1"),
+        ("presence_penalty", 2.1, "-2 to 2, got 2.1"),
+        ("presence_penalty", math.nan, "-2 to 2, got nan"),
+        ("frequency_penalty", -2.5, "-2 to 2, got -2.5"),
+        ("frequency_penalty", False, "must be a number, got False"),
+        ("repetition_penalty", 0, "1e-05 to 100000, got 0"),
+        ("repetition_penalty", -1.0, "1e-05 to 100000, got -1.0"),
+        ("repetition_penalty", math.inf, "1e-05 to 100000, got inf"),
+        ("repetition_penalty", "1", "must be a number, got '1'"),
+        ("logprobs", 21, "0 to 20, got 21"),
+        ("logprobs", -1, "0 to 20, got -1"),
+        ("logprobs", 1.0, "must be an integer, got 1.0"),
+        ("prompt_logprobs", 21, "0 to 20, got 21"),
+        ("prompt_logprobs", True, "must be an integer, got True"),
         ("n", 0, "1 to 128, got 0"),
         ("n", 129, "1 to 128, got 129"),
         ("stop", "", "must not hold an empty string"),
@@ -68,7 +78,13 @@ class Odd:
         ("speculation", 0, 'must be "auto", "off" or at least 1, got 0'),
         ("speculation", True, "integer, got True"),
         pytest.param("speculation", Odd(), "an integer, got odd thing", id="odd speculation"),
-        ("logit_bias", {1: 2.0}, "not supported"),
+        ("logit_bias", {1: 100.5}, r"\[1\] must be -100 to 100, got 100.5"),
+        ("logit_bias", {1: math.nan}, r"\[1\] must be -100 to 100, got nan"),
+        ("logit_bias", {1: None}, r"\[1\] must be a number, got None"),
+        ("logit_bias", {"1": 2.0}, "token ids as its keys, integers from 0, got '1'"),
+        ("logit_bias", {True: 2.0}, "token ids as its keys, integers from 0, got True"),
+        ("logit_bias", {-1: 2.0}, "token ids as its keys, integers from 0, got -1"),
+        ("logit_bias", dict.fromkeys(range(1025), 1), "1025 token ids; at most 1024"),
         ("temperature", 10**400, r"must be 0 \(greedy\) or 1e-05 to 100, got 1000"),
         pytest.param("temperature", 10**5000, "type int that is too long to print", id="long"),
         ("temperature", None, "a finite number, got None"),
@@ -108,6 +124,11 @@ def test_accepted() -> None:
     assert params.stop_strings == ("a", "b") and params.max_drafts == 0
     assert SamplingParams(stop="ab", speculation=3).stop_strings == ("ab",)
     assert SamplingParams(speculation=3).max_drafts == 3
+    bias = dict.fromkeys(range(1023), -100.0) | {5000: 100}
+    params = SamplingParams(min_p=1, logit_bias=bias, repetition_penalty=1e-5, logprobs=20)
+    assert params.logit_bias is bias and params.min_p == 1
+    SamplingParams(presence_penalty=-2, frequency_penalty=2.0, min_tokens=16, prompt_logprobs=0)
+    assert SamplingParams(min_tokens=10**9, max_tokens=None).min_tokens == 10**9
     with pytest.raises(TypeError):
         SamplingParams(best_of=2)  # type: ignore[call-arg]
 

@@ -10,8 +10,9 @@ from decodegrid.engine.engine_loop import EngineLoop
 from decodegrid.engine.request import Request, RequestStatus
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_params import SamplingParams
-from decodegrid.engine.scheduler import DecodeStep, PrefillStep, Scheduler
+from decodegrid.engine.scheduler import Scheduler
 from decodegrid.engine.stats import EngineStats
+from decodegrid.engine.step_plan import DecodeStep, PrefillStep
 from decodegrid.engine.verify_policy import FixedVerify
 
 EOS = 1
@@ -21,10 +22,13 @@ def make_loop(runner: Any, **options: Any) -> EngineLoop:
     return EngineLoop(runner, Scheduler(EngineLimits.of(runner), **options), EngineStats(runner))
 
 
-def add(loop: EngineLoop, name: str, prompt: Sequence[int], max_tokens: int = 16) -> Request:
+def add(
+    loop: EngineLoop, name: str, prompt: Sequence[int], max_tokens: int = 16, priority: int = 0
+) -> Request:
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     limits = loop.scheduler.limits
     request = build_request(name, prompt, params, seed=0, eos_token_id=EOS, limits=limits)
+    request.priority = priority
     loop.add(request)
     return request
 
@@ -186,6 +190,30 @@ def test_the_longest_output_gives_way_and_is_computed_again(
     assert second.output_token_ids == toy.generate([30, 31, 32, 33], 16)
     recomputed = sum(e[2] for e in runner.log if e[0] == "prefill") - 3 - 3
     assert recomputed == 4 + preempted_at - 1
+    assert_all_free(loop)
+
+
+@pytest.mark.parametrize(
+    ("priorities", "victim"), [([0, 0, 0], 0), ([0, 0, 7], 2), ([0, 7, 7], 1), ([-3, 0, -3], 1)]
+)
+def test_the_largest_priority_number_gives_way_first(
+    make_runner: Callable[..., Any], toy: Any, priorities: list[int], victim: int
+) -> None:
+    """Then the longest output: the requests come two steps apart, the first is the longest."""
+    runner = make_runner(num_blocks=12, drafts=0, num_draft_tokens=1, max_num_reqs=3)
+    loop = make_loop(runner)
+    requests = []
+    for i, priority in enumerate(priorities):
+        requests.append(add(loop, str(i), [20 + i], max_tokens=24, priority=priority))
+        loop.step()
+        loop.step()
+    while not any(request.num_preemptions for request in requests):
+        loop.step()
+    assert [request.num_preemptions for request in requests] == [int(i == victim) for i in range(3)]
+    assert loop.scheduler.waiting[0] is requests[victim]
+    run(loop)
+    for i, request in enumerate(requests):
+        assert request.output_token_ids == toy.generate([20 + i], 24)
     assert_all_free(loop)
 
 

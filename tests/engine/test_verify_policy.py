@@ -33,25 +33,57 @@ def rates(*rows: list[float]) -> np.ndarray:
     return np.array(rows, dtype=np.float32)
 
 
+def rows_of(slots: list[int], num_offered: list[int], *, in_flight: bool = False) -> StepRows:
+    return StepRows(slots, num_offered, [in_flight] * len(slots))
+
+
 def test_the_total_comes_from_rates_two_steps_old() -> None:
     policy = make_policy()
     policy.start(1)
-    assert policy.total(StepRows([1], [0])) == 1  # the first step has no drafts
+    assert policy.total(rows_of([1], [0])) == 1  # the first step has no drafts
     policy.record_rates([1], rates([0.0, 0.0, 0.0]))
-    assert policy.total(StepRows([1], [3])) == 4  # nothing two steps old: drafts count as certain
+    assert policy.total(rows_of([1], [3])) == 4  # nothing two steps old: drafts count as certain
     policy.record_rates([1], rates([1.0, 1.0, 1.0]))
-    assert policy.total(StepRows([1], [3])) == 1  # the zeros of the first step
+    assert policy.total(rows_of([1], [3])) == 1  # the zeros of the first step
     policy.record_rates([1], rates([0.0, 0.0, 0.0]))
-    assert policy.total(StepRows([1], [3])) == 4  # the ones of the second
+    assert policy.total(rows_of([1], [3])) == 4  # the ones of the second
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_overlapping_steps_use_rates_of_the_same_age(overlap: bool) -> None:
+    """Six steps of one slot; the total of a step decides on the rates of the one before the last.
+
+    With overlap a step is scheduled before the rates of the last one are recorded.
+    """
+    made = [rates([1.0, 1.0, 0.0]), rates([0.0] * 3), rates([1.0] * 3), rates([1.0, 0.0, 1.0])]
+    policy, totals = make_policy(), []
+    policy.start(1)
+    late: list[np.ndarray] = []
+    for step, found in enumerate([*made, rates([1.0] * 3), rates([1.0] * 3)]):
+        in_flight = bool(late)
+        totals.append(policy.total(rows_of([1], [3 if step else 0], in_flight=in_flight)))
+        late.append(found)
+        while len(late) > overlap:
+            policy.record_rates([1], late.pop(0))
+    assert totals == [1, 4, 3, 1, 4, 2]
+
+
+def test_rows_in_flight_and_others_in_one_step() -> None:
+    """Slot 1 has a step in flight: its newest known rates are two steps old; slot 2 has none."""
+    policy = make_policy()
+    for slot in (1, 2):
+        policy.start(slot)
+        policy.record_rates([slot], rates([0.0] * 3))
+    assert policy.total(StepRows([1, 2], [3, 3], [True, False])) == 5
 
 
 def test_fresh_rates_are_those_of_the_last_step() -> None:
     policy = make_policy(fresh_rates=True)
     policy.start(2)
     policy.record_rates([2], rates([0.0, 1.0, 1.0]))
-    assert policy.total(StepRows([2], [3])) == 1
+    assert policy.total(rows_of([2], [3])) == 1
     policy.record_rates([2], rates([1.0, 1.0, 0.0]))
-    assert policy.total(StepRows([2], [3])) == 3
+    assert policy.total(rows_of([2], [3])) == 3
 
 
 def test_rates_belong_to_slots_and_a_new_request_forgets_them() -> None:
@@ -60,10 +92,10 @@ def test_rates_belong_to_slots_and_a_new_request_forgets_them() -> None:
         policy.start(slot)
     for _ in range(2):
         policy.record_rates([2, 1], rates([0.0] * 3, [1.0] * 3))
-    assert policy.total(StepRows([1], [3])) == 4
-    assert policy.total(StepRows([2], [3])) == 1
+    assert policy.total(rows_of([1], [3])) == 4
+    assert policy.total(rows_of([2], [3])) == 1
     policy.start(2)
-    assert policy.total(StepRows([2], [3])) == 4
+    assert policy.total(rows_of([2], [3])) == 4
 
 
 def test_confidences_are_cleaned() -> None:
@@ -71,7 +103,7 @@ def test_confidences_are_cleaned() -> None:
     policy.start(1)
     for _ in range(2):
         policy.record_rates([1], rates([1.5, np.nan, 1.0]))
-    assert policy.total(StepRows([1], [3])) == 2
+    assert policy.total(rows_of([1], [3])) == 2
 
 
 def test_load_changes_no_choice_but_the_prediction() -> None:
@@ -79,13 +111,13 @@ def test_load_changes_no_choice_but_the_prediction() -> None:
     policy.start(1)
     for _ in range(2):
         policy.record_rates([1], rates([0.5, 0.5, 0.5]))
-    before = policy.total(StepRows([1], [3]))
+    before = policy.total(rows_of([1], [3]))
     first_ms = policy.predicted_ms
     for key in GRID.keys:
         for _ in range(12):
             ms = surface_of(2.0).ms(key)
             policy.record_step(StepDone(key, key.num_reqs, 2, 2 * ms * 1e-3, 0.0))
-    assert policy.total(StepRows([1], [3])) == before
+    assert policy.total(rows_of([1], [3])) == before
     assert policy.predicted_ms - first_ms == pytest.approx(2 * first_ms)
 
 
@@ -94,10 +126,10 @@ def test_time_outside_the_graph_makes_drafts_pay() -> None:
     policy.start(1)
     for _ in range(2):
         policy.record_rates([1], rates([0.4, 0.9, 0.9]))
-    assert policy.total(StepRows([1], [3])) == 1
+    assert policy.total(rows_of([1], [3])) == 1
     for _ in range(9):
         policy.record_step(StepDone(GraphKey(1, 1), 1, 2, 18e-3, 40e-3))
-    assert policy.total(StepRows([1], [3])) == 4
+    assert policy.total(rows_of([1], [3])) == 4
 
 
 def test_drift_from_the_surface_is_flagged() -> None:
@@ -113,7 +145,7 @@ def test_drift_from_the_surface_is_flagged() -> None:
 
 def test_without_a_surface_everything_is_verified_and_the_status_says_so() -> None:
     policy = ScheduledVerify(VerifyBudget(GRID, None, 3), 5, note="surface.repeats is 0")
-    assert policy.total(StepRows([1, 2], [3, 1])) == 6
+    assert policy.total(rows_of([1, 2], [3, 1])) == 6
     policy.record_step(StepDone(GraphKey(1, 1), 1, 2, 1.0, 1.0))
     (line,) = policy.status()
     assert "everything is verified (surface.repeats is 0)" in line

@@ -6,14 +6,16 @@ uncached forward over the whole result (teacher forcing), not by one per step.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from decodegrid.capture.compile import RegionCompiler
@@ -24,12 +26,13 @@ from decodegrid.engine import build
 from decodegrid.engine.build import RunnerOptions, make_runner
 from decodegrid.engine.runner import Runner
 from decodegrid.engine.runner_protocol import SlotRequest, StepResult
+from decodegrid.engine.window_snapshots import window_slack
 from decodegrid.graphs.checkpoint import load_model
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.kv_cache import KvCache
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.graphs.regions import RegionTable, build_regions
-from decodegrid.graphs.state import Capacity, VerifyMode
+from decodegrid.graphs.state import BoundedReplay, Capacity, VerifyMode
 
 BLOCK_SIZE = 8
 MAX_MODEL_LEN = 128
@@ -107,9 +110,15 @@ class CachedRun:
             yield
 
     def start(
-        self, slot: int, prompt: Sequence[int], *, temperature: float = 0.0, seed: int = 0
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        asked: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Write the slot row of a prefilled prompt."""
+        """Write the slot row of a prefilled prompt; `asked`: more fields of the request."""
         request = SlotRequest(
             last_token=prompt[-1],
             seq_len=len(prompt),
@@ -118,6 +127,7 @@ class CachedRun:
             temperature=temperature,
             seed=seed,
             stop_token_ids=(),
+            **asked,
         )
         self.runner.start(slot, request, self.blocks[slot])
         self.texts[slot], self.prompt_lens[slot] = list(prompt), len(prompt)
@@ -131,15 +141,23 @@ class CachedRun:
         *,
         temperature: float = 0.0,
         seed: int = 0,
+        asked: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Prefill and start a slot."""
         for _ in self.prefill(slot, prompt, sizes):
             pass
-        self.start(slot, prompt, temperature=temperature, seed=seed)
+        self.start(slot, prompt, temperature=temperature, seed=seed, asked=asked)
 
-    def decode(self, slots: Sequence[int], total: int) -> StepResult:
-        """One step; appends what it emits to texts and logits."""
-        result = self.runner.decode(slots, total)
+    def decode(
+        self, slots: Sequence[int], total: int, masks: NDArray[np.int32] | None = None
+    ) -> StepResult:
+        """One step, with masks in two halves; appends what it emits to texts and logits."""
+        if masks is None:
+            result = self.runner.decode(slots, total)
+        else:
+            step = self.runner.launch_forward(slots, total)
+            self.runner.launch_choice(step, masks)
+            result = self.runner.collect(step)
         buffers = self.runner.buffers
         for row, slot in enumerate(slots):
             count = int(result.num_emitted[row])
@@ -206,7 +224,7 @@ class CachedRun:
         ahead = int(state.slots.seq_len[slot]) - 1
         found = {}
         for name, tensor in state.tensors():
-            if name.startswith("slots."):
+            if name.startswith(("slots.", "rich.")):
                 found[name] = tensor[slot].clone()
         positions = torch.arange(max(0, ahead - config.sliding_window + 1), ahead)
         for layer, ring in enumerate(state.window_rings):
@@ -263,12 +281,16 @@ def build_run(
     cache_dir: Path | None = None,
     spare_blocks: int = 3,
     kv_cache: KvCache = "compute",
+    num_snapshots: int = 0,
+    rich: bool = False,
+    bounded: tuple[BoundedReplay, int] = ("off", 0),
 ) -> CachedRun:
     """A runner in the model's own dtype, captured prefill sizes 4 and 16."""
     dtype = model.embed.weight.dtype
     num_blocks = max_num_reqs * BLOCKS_PER_SLOT + spare_blocks
     sizes = (max_num_reqs + 1, num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, num_drafts)
-    capacity = Capacity(*sizes, verify, kv_cache)
+    slack = window_slack(BLOCK_SIZE, num_drafts) if num_snapshots else 0
+    capacity = Capacity(*sizes, verify, kv_cache, slack, rich, *bounded)
     options = RunnerOptions(
         capacity=capacity,
         grid=build_grid(max_num_reqs, num_drafts, req_sizes),
@@ -279,6 +301,7 @@ def build_run(
         draft_temperatures=draft_temperatures or (1.0,) * max(num_drafts, 1),
         show_progress=False,
         native_cache_dir=cache_dir,
+        num_snapshots=num_snapshots,
     )
     runner = make_runner(model, options, PhaseClock())
     return CachedRun(model, runner, model)
@@ -305,17 +328,33 @@ def make_run(make_model: Callable[..., DraftModel]) -> Callable[..., CachedRun]:
         draft_temperatures: tuple[float, ...] = (),
         verify: VerifyMode = "coupled",
         kv_cache: KvCache = "compute",
+        num_snapshots: int = 0,
+        rich: bool = False,
         **changes: Any,
     ) -> CachedRun:
         sizes = (num_drafts, max_num_reqs, req_sizes, draft_temperatures, verify)
         if kv_cache == "v41":
             changes = {"head_dim": 32, "index_head_dim": 32, **changes}
-        key = repr((sizes, kv_cache, sorted(changes.items())))
+        key = repr((sizes, kv_cache, num_snapshots, rich, sorted(changes.items())))
         if key not in made:
             model = make_model(**{"hc_sinkhorn_iters": 2, **changes})
-            made[key] = build_run(model, *sizes, kv_cache=kv_cache)
+            made[key] = build_run(
+                model, *sizes, kv_cache=kv_cache, num_snapshots=num_snapshots, rich=rich
+            )
         made[key].reset()
         return made[key]
+
+    return make
+
+
+@pytest.fixture
+def rich_run(make_run: Callable[..., CachedRun]) -> Callable[..., CachedRun]:
+    """rich_run(num_drafts=3, verify="coupled", **sizes): a float64 run with the rich variant, of up
+    to 4 rows, of the small model with every kind of region."""
+
+    def make(num_drafts: int = 3, verify: VerifyMode = "coupled", **sizes: Any) -> CachedRun:
+        asked = {"max_num_reqs": 4, "req_sizes": (4,), "rich": True, **sizes}
+        return make_run(num_drafts=num_drafts, verify=verify, **asked, **FOUR_LAYERS)
 
     return make
 

@@ -106,12 +106,13 @@ def test_what_our_state_takes(
     config = parse_model_config(make_raw(**changes))
     for drafts in (0, 1, 5):
         for verify in ("coupled", "rejection"):
-            capacity = Capacity(4, 7, 6, 40, drafts, verify, kv_cache)
+            capacity = Capacity(4, 7, 6, 40, drafts, verify, kv_cache, rich=drafts == 1)
             state = allocate_state(config, capacity, dtype)
             sizes = state_sizes(config, capacity, dtype)
             assert sizes.total == state.num_bytes()
             assert sizes.windows == allocated(state, "window_rings")
-            assert sizes.slots == allocated(state, "slots.")
+            rich = allocated(state, "rich.") if capacity.rich else 0
+            assert sizes.slots == allocated(state, "slots.") + rich
             if config.kv_source_layer_ids:
                 assert sizes.pools == allocated(state, "keys")
                 assert sizes.compressors == allocated(state, "compressor")

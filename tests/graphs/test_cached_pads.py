@@ -6,12 +6,16 @@ the null block, all slots and blocks that the batch does not own, and all buffer
 
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
+
+from decodegrid.engine.runner_protocol import RichRequest
 
 LIVE = (2, 5, 7)
 BLOCK_SIZE = 8
 HUGE = 2**61
+RICH = RichRequest({3: 1.5}, 0.5, 0.3, 1.2, 20, (4, 9), (1, 9, 9), (2,), 20, has_grammar=True)
 
 
 def fill(tensor, value):
@@ -22,6 +26,8 @@ def fill(tensor, value):
         tensor.fill_(255)
     elif tensor.dtype == torch.bool:
         tensor.fill_(value > 0)
+    elif tensor.dtype == torch.int32:
+        tensor.fill_(max(min(value, 2**31 - 1), -(2**31)))
     else:
         tensor.fill_(value)
 
@@ -75,7 +81,9 @@ def poison_buffers(run, value):
 
 def begin_rows(run, make_prompt):
     for slot, length in zip(LIVE, (13, 22, 3), strict=True):
-        run.begin(slot, make_prompt(length, 200 + length), temperature=0.6 * (slot == 5), seed=5)
+        asked = {"rich": RICH} if run.runner.has_rich and slot != 2 else {}
+        prompt, heat = make_prompt(length, 200 + length), 0.6 * (slot == 5)
+        run.begin(slot, prompt, temperature=heat, seed=5, asked=asked)
     run.decode(LIVE, 3)
     return run.snapshot()
 
@@ -113,6 +121,64 @@ def test_poison_reaches_nothing_live(make_run, make_prompt, verify, kv_cache, to
         assert torch.equal(torch.stack(run.logits[slot]), logits[slot])
     for name, tensor in live_state(run).items():
         assert torch.equal(tensor, want[name]), name
+
+
+@pytest.mark.parametrize(
+    "verify, total, value",
+    [("coupled", 3, HUGE), ("coupled", 14, -HUGE), ("coupled", 14, -1), ("rejection", 14, HUGE)],
+)
+def test_poison_reaches_no_rich_row(make_run, make_prompt, verify, total, value):
+    """The same for a step with two rich rows and a plain one, whose masks the host writes."""
+    run = make_run(req_sizes=(8,), verify=verify, rich=True)
+    snapshot = begin_rows(run, make_prompt)
+    masks = np.full((3, 6, 3), -1 ^ (1 << 9), dtype=np.int32)
+    clean = run.decode(LIVE, total, masks)
+    want, texts = live_state(run), dict(run.texts)
+    run.restore(snapshot)
+    poison_buffers(run, value)
+    poison_state(run, value)
+    result = run.decode(LIVE, total, masks)
+    assert result.key.num_reqs == 8 and result.num_query_tokens == total
+    assert run.texts == texts
+    for row, count in enumerate(clean.num_emitted.tolist()):
+        for name in ("chosen", "top_ids", "top_logprobs"):
+            one, other = getattr(result.logprobs, name), getattr(clean.logprobs, name)
+            assert np.array_equal(one[row, :count], other[row, :count]), name
+    for name, tensor in live_state(run).items():
+        assert torch.equal(tensor, want[name]), name
+
+
+def test_rubbish_in_rows_that_are_not_rich(make_run, make_prompt):
+    """What earlier rich requests left in a slot reaches no plain row of a rich step: it is the
+    fused step's, bit for bit."""
+    found = []
+    for kind in ("fused", "rich", "rubbish"):
+        run = make_run(req_sizes=(8,), rich=True)
+        for slot in LIVE:
+            run.begin(slot, make_prompt(4 + slot, slot), temperature=0.6, seed=slot)
+        if kind == "rubbish":
+            state = run.runner.model.state.rich
+            for name in type(state).__slots__:
+                if name != "enabled":
+                    fill(getattr(state, name), HUGE)
+        for total in (3, 18, 9):
+            if kind == "fused":
+                run.decode(LIVE, total)
+                continue
+            step = run.runner.launch_forward(LIVE, total)
+            run.runner.launch_choice(step, np.zeros((3, 6, 3), dtype=np.int32))
+            run.runner.collect(step)
+        slots = run.runner.model.state.slots
+        found.append([getattr(slots, name)[list(LIVE)] for name in type(slots).__slots__])
+    for fused, rich, rubbish in zip(*found, strict=True):
+        assert torch.equal(fused, rich) and torch.equal(fused, rubbish)
+
+
+def test_a_rich_step_writes_nothing_else(make_run, make_prompt):
+    run = make_run(req_sizes=(8,), rich=True)
+    before = begin_rows(run, make_prompt)
+    run.decode(LIVE, 14)
+    check_untouched(run, before)
 
 
 @pytest.mark.parametrize(

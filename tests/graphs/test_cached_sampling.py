@@ -22,8 +22,8 @@ from decodegrid.kernels.sampling import (
 )
 
 DRAFTS, VOCAB, COUNT = 3, 96, 9
-SETTINGS = {1: (0.8, 0.6, -1), 2: (1.0, 1.0, 4), 3: (0.9, 0.8, 9)}
-"""Temperature, top_p and top_k by slot."""
+SETTINGS = {1: (0.8, 0.6, -1, 0.3), 2: (1.0, 1.0, 4, 0.0), 3: (0.9, 0.8, 9, 0.0)}
+"""Temperature, top_p, top_k and min_p by slot."""
 
 
 @pytest.fixture
@@ -33,17 +33,19 @@ def sampled_run(make_run, make_prompt):
     def make(verify="coupled", drafts=DRAFTS, settings=SETTINGS):
         run = make_run(num_drafts=drafts, max_num_reqs=3, req_sizes=(1, 3), verify=verify)
         slots = run.runner.model.state.slots
-        for slot, (temperature, top_p, top_k) in settings.items():
+        for slot, (temperature, top_p, top_k, min_p) in settings.items():
             run.begin(slot, make_prompt(5 + 6 * slot, slot), temperature=temperature, seed=slot)
-            slots.top_p[slot], slots.top_k[slot] = top_p, top_k
+            slots.top_p[slot], slots.top_k[slot], slots.min_p[slot] = top_p, top_k, min_p
         return run
 
     return make
 
 
 def parameters(slots, chosen):
-    """Temperature, top_p and top_k of slots."""
-    return slots.temperature[chosen], slots.top_p[chosen], slots.top_k[chosen]
+    """Temperature, top_p, top_k and min_p of slots."""
+    return (
+        slots.temperature[chosen], slots.top_p[chosen], slots.top_k[chosen], slots.min_p[chosen]
+    )
 
 
 def by_definition(run, slot):
@@ -76,9 +78,10 @@ def test_start_writes_the_filters(make_run, make_prompt, top_k, held):
     """A count past the vocabulary is held as the vocabulary, whatever its size."""
     run = make_run(num_drafts=0, max_num_reqs=3, req_sizes=(1, 3))
     slots, prompt = run.runner.model.state.slots, make_prompt(4, 1)
-    request = SlotRequest(prompt[-1], 4, (0, 1, 2), 20, 0.5, 3, (), 0.25, top_k)
+    request = SlotRequest(prompt[-1], 4, (0, 1, 2), 20, 0.5, 3, (), 0.25, top_k, min_p=0.125)
     run.runner.start(2, request, [1])
     assert float(slots.top_p[2]) == 0.25 and int(slots.top_k[2]) == held
+    assert float(slots.min_p[2]) == 0.125
 
 
 def test_coupled_is_a_function_of_the_request(sampled_run):
@@ -138,6 +141,7 @@ def one_round(before, slot, logits, length):
         scaled = filter_logits(
             logits[offset : offset + 1],
             facts["slots.temperature"], facts["slots.top_p"], facts["slots.top_k"],
+            facts["slots.min_p"],
         )[0]
         target = scaled.softmax(-1).numpy()
         position, seed = facts["slots.seq_len"] + offset, facts["slots.seed"]
@@ -183,7 +187,7 @@ def test_rejection_rounds_follow_the_definition(sampled_run):
 
 def test_rejection_at_temperature_zero_is_greedy(sampled_run):
     """Token for token the coupled text and the uncached choice, whatever the budget and drafts."""
-    cold = {slot: (0.0, 0.5, 3) for slot in SETTINGS}
+    cold = {slot: (0.0, 0.5, 3, 0.5) for slot in SETTINGS}
     want = decode_until(sampled_run("coupled", settings=cold), [1, 2, 3], everything)
     draw = random.Random(3)
     for forced in (None, draw):
@@ -213,7 +217,7 @@ def test_rejection_repeats_itself(sampled_run):
 
 def test_a_draft_of_minus_one_is_rejected(sampled_run):
     """Even where the target would choose nothing else: the token is the target's own."""
-    run = sampled_run("rejection", settings={1: (0.0, 1.0, -1), 2: (1.0, 1.0, 1)})
+    run = sampled_run("rejection", settings={1: (0.0, 1.0, -1, 0.0), 2: (1.0, 1.0, 1, 0.0)})
     run.decode([1, 2], 2)
     for slot in (1, 2):
         run.force_drafts(slot, [-1] * DRAFTS)

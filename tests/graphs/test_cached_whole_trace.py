@@ -1,10 +1,12 @@
-"""decode_step and prefill_step are one function each: traced whole, without a graph break."""
+"""decode_step, the second half of a rich step and prefill_step are one function each: traced
+whole, without a graph break."""
 
 import pytest
 import torch
 
-from decodegrid.graphs.decode_step import decode_step
-from decodegrid.graphs.prefill_step import prefill_step
+from decodegrid.engine.runner_protocol import RichRequest
+from decodegrid.graphs.decode_step import choice_half, decode_step, forward_half
+from decodegrid.graphs.prefill_step import prefill_step, report_prompt
 from decodegrid.graphs.regions import build_regions, plain_regions
 
 
@@ -62,6 +64,37 @@ def test_decode_step_is_one_graph(four_layer_run, make_prompt, traced):
     assert not torch.equal(want["slots.seq_len"], before.tensors["slots.seq_len"])
     for name, tensor in written(run).items():
         assert torch.equal(tensor, want[name]), name
+
+
+def test_the_second_half_of_a_rich_step_is_one_graph(rich_run, make_prompt, traced):
+    """And the report behind a chunk. The first half is a part of decode_step."""
+    run = rich_run()
+    rich = RichRequest({3: 1.5}, 0.5, 0.3, 1.2, 20, (4, 9), (1, 9), (), 20)
+    for slot, asked in ((1, None), (2, rich)):
+        run.begin(slot, make_prompt(5 + slot, slot), temperature=0.5, asked={"rich": asked})
+    run.decode([1, 2], 2)
+    model, buffers = run.runner.model, run.runner.buffers
+    regions = plain_regions(build_regions(model.config, model.state.capacity, as_ops=True))
+    divisors, sizes = torch.ones(3, dtype=torch.float64), (4, 16)
+    parts = regions, model, buffers
+    steps = [lambda: choice_half(*parts, divisors, *sizes), lambda: report_prompt(*parts, 16)]
+    buffers.rows.slots[:4] = torch.tensor([1, 2, 0, 0])
+    buffers.total[0] = 8
+    before, found = run.snapshot(), []
+    with torch.no_grad():
+        for compiled in (False, True):
+            run.restore(before)
+            graphs = []
+            forward_half(*parts, *sizes)
+            for step in steps:
+                call, traces = traced(step) if compiled else (step, [None])
+                call()
+                graphs.append(len(traces))
+            outputs = {name: getattr(buffers.rich, name).clone() for name in buffers.rich.__slots__}
+            found.append({**written(run), **outputs})
+            assert graphs == [1, 1]
+    for name, tensor in found[1].items():
+        torch.testing.assert_close(tensor, found[0][name], rtol=0, atol=1e-12, msg=name)
 
 
 def test_prefill_step_is_one_graph(four_layer_run, make_prompt, traced):

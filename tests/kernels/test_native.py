@@ -130,14 +130,16 @@ def test_filter_logits(vocab: int, step: float, dtype: torch.dtype) -> None:
     logits = 4 * torch.randn(200, vocab, generator=generator, dtype=torch.float64)
     logits = ((logits / step).round() * step if step else logits).to(dtype)
     logits[torch.rand(logits.shape, generator=generator) < 0.05] = float("-inf")
-    choices = torch.randint(0, 6, (3, 200), generator=generator)
+    choices = torch.randint(0, 6, (4, 200), generator=generator)
     heat = torch.tensor([0.0, 1e-6, 0.5, 0.7, 1.0, 9.0], dtype=dtype)[choices[0]]
     top_p = torch.tensor([1e-9, 0.2, 0.5, 0.95, 1.0, 1.0], dtype=dtype)[choices[1]]
     top_k = torch.tensor([-1, -1, 1, 5, 500, 2000])[choices[2]]
-    wanted = filters.filter_logits(logits, heat, top_p, top_k)
-    assert torch.equal(filters.filter_logits_op(logits, heat, top_p, top_k), wanted)
+    min_p = torch.tensor([0.0, 0.0, -1.0, 0.02, 0.3, 1.0], dtype=dtype)[choices[3]]
+    asked = heat, top_p, top_k, min_p
+    wanted = filters.filter_logits(logits, *asked)
+    assert torch.equal(filters.filter_logits_op(logits, *asked), wanted)
     strided = logits.t().contiguous().t()
-    assert torch.equal(filters.filter_logits_op(strided, heat, top_p, top_k), wanted)
+    assert torch.equal(filters.filter_logits_op(strided, *asked), wanted)
     assert vocab == 1 or int((wanted == float("-inf")).sum()) > 1.5 * int(logits.isinf().sum())
 
 

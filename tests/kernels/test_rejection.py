@@ -96,15 +96,17 @@ def test_a_mass_of_zeros_draws_from_the_target():
 def random_round(draw, rows):
     """Inputs of verify_rejection, pads at the end, and the row settings."""
     lens = [draw.randint(1, DRAFTS + 1) for _ in range(rows)] + [0]
-    settings = [draw.choice([(0.0, 1.0, -1), (0.8, 1.0, -1), (1.0, 0.7, 4)]) for _ in lens]
+    kinds = [(0.0, 1.0, -1, 0.0), (0.8, 1.0, -1, 0.2), (1.0, 0.7, 4, 0.0)]
+    settings = [draw.choice(kinds) for _ in lens]
     row = [r for r, length in enumerate(lens) for _ in range(length)] + [rows]
     starts = np.cumsum(lens) - lens
     generator = torch.Generator().manual_seed(draw.randint(0, 2**40))
     logits = torch.randn(len(row), VOCAB, generator=generator, dtype=torch.float64)
     other = logits + torch.randn(len(row), VOCAB, generator=generator, dtype=torch.float64)
-    columns = [torch.tensor([settings[r][i] for r in row]) for i in range(3)]
+    columns = [torch.tensor([settings[r][i] for r in row]) for i in range(4)]
     seeds = torch.tensor([100 + r for r in row])
-    sampling = TokenSampling(columns[0].double(), columns[1].double(), columns[2], seeds)
+    floats = [columns[i].double() for i in (0, 1, 3)]
+    sampling = TokenSampling(floats[0], floats[1], columns[2], floats[2], seeds)
     positions = torch.tensor([40 + 3 * r for r in row]) + torch.tensor(
         [t - starts[r] for t, r in enumerate(row)]
     )
@@ -125,7 +127,7 @@ def brute_round(args, row):
         token = start + offset
         one = slice(token, token + 1)
         temperature = float(sampling.temperature[token])
-        scaled = filter_logits(logits[one], *(part[one] for part in sampling[:3]))[0].numpy()
+        scaled = filter_logits(logits[one], *(part[one] for part in sampling[:4]))[0].numpy()
         target = np.exp(scaled - scaled.max())
         target /= target.sum()
         proposal = np.exp(log_drafts[token].numpy())
@@ -171,7 +173,7 @@ def test_estimate_is_the_overlap():
     args = random_round(random.Random(8), 4)
     found = verify_rejection(*args)
     logits, log_drafts, drafts, _, sampling = args[:5]
-    target = filter_logits(logits, *sampling[:3]).softmax(-1)
+    target = filter_logits(logits, *sampling[:4]).softmax(-1)
     overlap = torch.minimum(target, log_drafts.exp()).sum(-1)
     overlap[drafts < 0] = 1.0
     torch.testing.assert_close(found.estimate, overlap, rtol=0, atol=1e-4)
@@ -182,7 +184,7 @@ def test_temperature_zero_is_coupled_greedy():
     """Ties included: the lowest of the largest, in both."""
     logits = torch.randint(0, 3, (40, VOCAB), generator=torch.Generator().manual_seed(1)).double()
     zero, index = torch.zeros(40, dtype=torch.float64), torch.arange(40)
-    sampling = TokenSampling(zero, zero + 0.5, index * 0 + 2, index)
+    sampling = TokenSampling(zero, zero + 0.5, index * 0 + 2, zero + 0.9, index)
     best = choose_tokens(logits, zero, index, index)
     found = verify_rejection(
         logits, logits, best, index, sampling, index[::5], torch.full((8,), 5), DRAFTS

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from decodegrid.kernels import rejection
-from decodegrid.kernels.filters import filter_logits_op
 from decodegrid.kernels.rejection import TokenSampling, draw_draft, verify_rejection
 from decodegrid.kernels.sampling import Purpose, choose_scaled, stream_counter
 from decodegrid.kernels.verify import accept_prefix, split_verify_lengths, survival
@@ -75,7 +74,7 @@ def draft_block(
         logits = DRAFTER[previous]
         previous, drawn_from = draw_draft(logits, sampling, lengths + step, torch.tensor([step]))
         if coupled:
-            scaled = filter_logits_op(logits, *sampling[:3])
+            scaled = sampling.filter(logits)
             previous = choose_scaled(scaled, sampling[0], sampling.seed, lengths + step)
         tokens.append(previous)
         log_probs.append(drawn_from)
@@ -95,7 +94,10 @@ def play(budget: Budget, settings: tuple[float, float, int], coupled: bool = Fal
     """The texts of all rows after some rounds, (rows, ROUNDS + 1) int64, the first token given."""
     rows = BATCHES * ROWS
     temperature, top_p, top_k = (torch.tensor(value).expand(rows) for value in settings)
-    sampling = TokenSampling(temperature.double(), top_p.double(), top_k, torch.arange(rows))
+    min_p = torch.zeros(rows, dtype=torch.float64)
+    sampling = TokenSampling(
+        temperature.double(), top_p.double(), top_k, min_p, torch.arange(rows)
+    )
     texts = torch.full((rows, 1 + ROUNDS * (DRAFTS + 1)), -1)
     texts[:, 0] = FIRST
     lengths = torch.ones(rows, dtype=torch.int64)
@@ -112,9 +114,7 @@ def play(budget: Budget, settings: tuple[float, float, int], coupled: bool = Fal
         positions, after = lengths[row] - 1 + offset, offset.clamp(max=DRAFTS - 1)
         logits, asked = TARGET[fed], sampling.at(row)
         if coupled:
-            chosen = choose_scaled(
-                filter_logits_op(logits, *asked[:3]), asked[0], asked.seed, positions + 1
-            )
+            chosen = choose_scaled(asked.filter(logits), asked[0], asked.seed, positions + 1)
             index = (starts.unsqueeze(1) + torch.arange(DRAFTS + 1)).clamp(max=len(row) - 1)
             token_ids = chosen[index]
             accepted = accept_prefix(token_ids, drafts, lens)

@@ -14,10 +14,18 @@ from training.calibrate import (
 )
 
 
-def test_fit_finds_the_divisor() -> None:
-    logits = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * 3
+def test_fit_finds_the_divisor_of_the_worst_part() -> None:
+    logits = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0)) * 3
+    live, ones = torch.ones(4000, 1, dtype=torch.bool), torch.ones(4000)
     for temperature in (0.5, 1.0, 2.5):
-        assert fit(logits, (logits / temperature).sigmoid()) == pytest.approx(temperature, rel=0.02)
+        accepted = {"coupled": (logits / temperature).sigmoid()}
+        part = Observed(logits, live, accepted)
+        found, survival = fit("coupled", [part], [ones], 0)
+        assert found == pytest.approx(temperature, rel=0.02)
+        assert float((survival[0] - accepted["coupled"][:, 0]).abs().max()) < 0.01
+    # Two parts that want 1 and 2: between them, where both are equally wrong.
+    parts = [Observed(logits, live, {"coupled": (logits / t).sigmoid()}) for t in (1.0, 2.0)]
+    assert 1.2 < fit("coupled", parts, [ones, ones], 0)[0] < 1.7
 
 
 def test_calibration_error_is_the_gap() -> None:
@@ -54,10 +62,12 @@ def test_each_slot_and_mode_has_its_own_temperature() -> None:
     live = torch.ones(3000, 2, dtype=torch.bool)
     live[:1000, 1] = False
     accepted["coupled"][:1000, 1] = 0.0  # what is not live does not count
-    found = calibrate(Observed(logits, live, accepted))
+    observed = Observed(logits, live, accepted)
+    found = calibrate([observed])
     for mode in MODES:
-        assert found[mode]["temperature"] == pytest.approx(truth[mode], rel=0.02)
-        assert max(found[mode]["error_after"]) < 0.01
+        assert found[mode]["temperature"] == pytest.approx(truth[mode], rel=0.04)
+        _, after = survival_error(observed, mode, found[mode]["temperature"])
+        assert max(after) < 0.01
 
 
 def test_survival_error_is_of_the_products() -> None:

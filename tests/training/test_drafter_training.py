@@ -100,10 +100,39 @@ def test_losses_by_hand() -> None:
     first = 0.1 * half + 0.9 * 0.8 + half
     second = 0.1 * half + float(np.log1p(np.exp(-3.0)))
     torch.testing.assert_close(losses, torch.tensor([[first], [second]]))
+    apart, same = slot_losses(logits, confidence, target, torch.tensor([[0], [1]]), True)
+    assert torch.equal(same, accepted)
+    # Cross entropy to the target is log 2 in both rows: the draft is even.
+    torch.testing.assert_close(apart, losses + 0.9 * (half - torch.tensor([[0.8], [0.0]])))
     pair = torch.tensor([[1.0, 5.0], [2.0, 7.0]])
     live = torch.tensor([[True, True], [True, False]])
     late = float(np.exp(-0.25))
     assert abs(float(draft_loss(pair, live)) - (3.0 + 5.0 * late) / (2.0 + late)) < 1e-6
+
+
+def test_batches_take_turns_and_the_target_runs_once_for_each(make_model: MakeModel) -> None:
+    stream = np.concatenate([np.r_[0, np.arange(30) % 17 + 3 + s] for s in range(40)])
+    rows = Rows(stream.astype(np.uint16), 32, 0, 1)
+    plan = DraftPlan(Plan(shape=(2, 32)), anchors=4, uses=3, held=2, divergence_until=0.5)
+    assert [plan.batch_of(step) for step in range(8)] == [0, 1, 0, 1, 0, 1, 2, 3]
+    trainer = DrafterTrainer(make_model(5, dtype=torch.float32), [rows, rows], plan, None)
+    ids, first = trainer.rounds(0)
+    again, second = trainer.rounds(2)
+    assert torch.equal(ids, again)
+    assert not torch.equal(first.positions, second.positions)
+    seen = []
+    observe = trainer.observe
+
+    def counted(ids: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(ids)
+        return observe(ids)
+
+    trainer.observe = counted  # type: ignore[method-assign]
+    trainer.progress.begin_leg(8 * 64)
+    losses = [trainer.train_step()["loss"] for _ in range(8)]
+    assert len(seen) == 4
+    # The divergence of a nearly even draft over a hundred tokens is far above its total variation.
+    assert min(losses[:4]) > max(losses[4:])
 
 
 @pytest.mark.parametrize("quantised_from", [2.0, 0.5])

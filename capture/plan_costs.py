@@ -1,0 +1,91 @@
+"""What each captured pair costs beside its step time: memory, and time to capture.
+
+Owns the numbers and their file. Measures nothing.
+
+The file: {"format": 1, "pairs": [{"num_reqs": 8, "num_query_tokens": 48, "memory_bytes": 1048576,
+"capture_s": 0.4}, ...]}, all variants of a pair together.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from decodegrid.capture.grid import GraphKey
+
+MAX_FILE_BYTES = 64 * 2**20
+
+
+class CostError(ValueError):
+    """A file of costs that cannot be used."""
+
+
+class _CostFile(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    num_reqs: int
+    num_query_tokens: int
+    memory_bytes: FiniteFloat = Field(ge=0)
+    capture_s: FiniteFloat = Field(ge=0)
+
+
+class _CostsFile(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    format: Literal[1]
+    pairs: list[_CostFile] = Field(min_length=1)
+
+
+@dataclass(frozen=True, slots=True)
+class PairCost:
+    """Costs of one pair, or of several together."""
+
+    memory_bytes: float
+    """What its graphs add to the memory of the others."""
+    capture_s: float
+    """Seconds to capture it."""
+
+
+def total_cost(costs: Iterable[PairCost]) -> PairCost:
+    """The sums."""
+    items = list(costs)
+    return PairCost(
+        math.fsum(item.memory_bytes for item in items), math.fsum(item.capture_s for item in items)
+    )
+
+
+def read_costs(path: Path) -> dict[GraphKey, PairCost]:
+    """Costs by pair.
+
+    Raises:
+        CostError: names the file and what of it is wrong.
+        OSError: the file cannot be read.
+    """
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise CostError(f"{path}: {size} bytes; a file of costs has at most {MAX_FILE_BYTES}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        file = _CostsFile.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise CostError(f"{path}: {field}: {first['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        raise CostError(f"{path}: not readable as JSON: {error}") from None
+    found: dict[GraphKey, PairCost] = {}
+    for index, item in enumerate(file.pairs):
+        try:
+            key = GraphKey(item.num_reqs, item.num_query_tokens)
+        except ValueError as error:
+            raise CostError(f"{path}: pairs.{index}: {error}") from None
+        if key in found:
+            raise CostError(f"{path}: pairs.{index}: {key} is there twice")
+        found[key] = PairCost(item.memory_bytes, item.capture_s)
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
