@@ -9,6 +9,7 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from decodegrid.engine.async_llm import AsyncLLM
     from decodegrid.engine.grammar_params import StructuredOutputsParams
     from decodegrid.engine.llm import LLM
     from decodegrid.engine.request_output import RequestOutput
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -32,6 +34,8 @@ if not (_Path(__file__).parent / "engine").is_dir():
 
 def __getattr__(name: str) -> object:
     match name:
+        case "AsyncLLM":
+            module = "decodegrid.engine.async_llm"
         case "LLM":
             module = "decodegrid.engine.llm"
         case "RequestOutput":

@@ -243,6 +243,7 @@ def run_draft_heads(
         head.norm,
         model.weights.head,
         rows.slots,
+        rows.stopped,
         slots.last_token,
         slots.num_drafts,
         hidden,

@@ -123,6 +123,7 @@ def draft_regions(
         norm: Tensor,
         weight: Tensor,
         slots: Tensor,
+        stopped: Tensor,
         last_token: Tensor,
         num_drafts_out: Tensor,
         hidden_out: Tensor,
@@ -135,7 +136,8 @@ def draft_regions(
         hidden_out.copy_(hidden.unflatten(0, (-1, block)))
         previous_out.copy_(last_token[slots].clamp(0, vocab - 1))
         count = torch.full_like(slots, offered)
-        num_drafts_out[slots] = count.where(slots > 0, torch.zeros_like(count))
+        # A step launched before anyone knew that a request stopped spends one query token on it.
+        num_drafts_out[slots] = count.where((slots > 0) & ~stopped, torch.zeros_like(count))
 
     def draft_heads(
         hidden: Tensor, previous: Tensor, markov_embed: Tensor, markov_head: Tensor,
@@ -157,7 +159,6 @@ def draft_regions(
         live = slots > 0
         previous.copy_(token)
         drafts_out[slots] = token.where(live, torch.zeros_like(token))
-        # A request that stopped gets one query token in a step launched before anyone knew.
         confidence_out[slots] = rate.where(live & ~stopped, torch.zeros_like(rate))
 
     def draft_choose(
@@ -212,7 +213,8 @@ def draft_regions(
             "window_store", "window_index",
         ),
         "draft_base": spec(
-            draft_base, "stream", "pre", "slots", "hidden_out", "logits_out", "previous_out"
+            draft_base, "stream", "pre", "slots", "stopped", "hidden_out", "logits_out",
+            "previous_out",
         ),
         **drawing,
     }

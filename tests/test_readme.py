@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,7 @@ def test_commands_parse() -> None:
     ]
     assert len(commands) >= 3
     for command in commands:
-        words = [one or two for one, two in re.findall(r'"([^"]*)"|(\S+)', command)]
-        assert build_parser().parse_args(words).run
+        assert build_parser().parse_args(shlex.split(command, comments=True)).run
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))

@@ -53,8 +53,9 @@ and each batch was used four times: no better at copying. Step 1,076 began the l
 steps, with chats that copy as a third of the rows; acceptance at those tokens rose from 0.35 to
 0.66 by step 1,253. The divergence loss ended at step 1,272, the drafter was rounded from 1,294 on.
 The leg was cut from 635 planned steps to 272 while it ran, since the machine was shared: loss and
-acceptance were still improving when its learning rate ended. A new run follows the same recipe, not
-the same bits.
+acceptance were still improving when its learning rate ended. The confidence head was then fitted
+alone to acceptance at temperature 0.7 in training rows that the drafter had not seen
+(`fit_confidence.py`). A new run follows the same recipe, not the same bits.
 """
 """What the committed run did otherwise than the commands of `training/README.md` do."""
 
@@ -183,7 +184,7 @@ def _measured(report: dict[str, Any], model: DraftModel) -> str:
     loads = ", ".join(f"{load:.2f}" for load in report["expert_load"])
     lines.append(
         "\nAcceptance at a temperature is 1 minus the total variation between the drafter's and the"
-        "\ntarget's distributions. The confidence head was trained for temperature 1.\n"
+        "\ntarget's distributions. The confidence head was fitted at temperature 0.7.\n"
         f"\nShare of the compressed attention mass that the indexer's top {model.config.index_topk}"
         f" hold,\nwhere more is visible: {recall}.\n"
         f"\nMost loaded expert over the mean, per layer: {loads}.\n"

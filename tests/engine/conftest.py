@@ -282,7 +282,7 @@ class FakeRunner:
         return request
 
     def _split(self, slots: Sequence[int], num_query_tokens: int) -> list[int]:
-        """One token a row, the rest by draft position and then by row, stopped rows last.
+        """One token a row, the rest by draft position and then by row, none to stopped rows.
 
         Rows at their length limit and tokens that nobody can use come only where the step before
         was not known yet.
@@ -292,18 +292,17 @@ class FakeRunner:
         for slot in slots:
             state, most = self.slots[slot], self._request(slot).max_seq_len
             assert state.seq_len < most or is_behind
-            room.append(max(1, min(len(state.drafts) + 1, most - state.seq_len)))
+            offered = 0 if state.stopped else len(state.drafts)
+            room.append(max(1, min(offered + 1, most - state.seq_len)))
         assert len(slots) <= num_query_tokens <= len(slots) * (self.num_draft_tokens + 1)
         assert num_query_tokens <= sum(room) or is_behind
         widths = [1] * len(slots)
         left = num_query_tokens - len(slots)
-        for stopped in (False, True):
-            for position in range(1, self.num_draft_tokens + 1):
-                for row, slot in enumerate(slots):
-                    is_turn = self.slots[slot].stopped is stopped
-                    if left and is_turn and room[row] > position:
-                        widths[row] += 1
-                        left -= 1
+        for position in range(1, self.num_draft_tokens + 1):
+            for row in range(len(slots)):
+                if left and room[row] > position:
+                    widths[row] += 1
+                    left -= 1
         return widths
 
     def _verify(self, slot: int, width: int, masks: np.ndarray | None) -> list[int]:

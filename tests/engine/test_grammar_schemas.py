@@ -217,7 +217,7 @@ def test_random_schemas_validate_and_a_free_request_beside_them_is_unchanged(
         planter.remove()
     for (_, before), now in zip(chosen, again, strict=True):
         assert now.outputs[0].token_ids == before.outputs[0].token_ids
-    assert sum(output.num_accepted for output in again) > 10 * NUM_PLANTED
+    assert sum(output.num_accepted for output in again) > 5 * NUM_PLANTED
 
 
 def assert_valid(pair: Pair, output: RequestOutput, tokenizer: Tokenizer) -> None:

@@ -94,8 +94,9 @@ def test_right_drafts_leave_the_same_drafter_context(make_run, make_prompt):
     check_drafts(run, (1,), 0.0, 0)
 
 
-def test_a_stopped_row_loses_its_confidence(make_run, make_prompt):
-    """A stop token among the emitted ones sets the flag; the other row keeps its rates."""
+def test_a_stopped_row_loses_its_drafts(make_run, make_prompt):
+    """A stop token among the emitted ones sets the flag; the other row keeps its rates. A step that
+    was launched all the same gives the stopped row one query token, however many there are."""
     run = make_run()
     run.begin(1, make_prompt(14, 33))
     run.begin(2, make_prompt(9, 34))
@@ -114,6 +115,8 @@ def test_a_stopped_row_loses_its_confidence(make_run, make_prompt):
     assert stopped[:2].tolist() == [True, False]
     assert slots.confidence[1].tolist() == [0.0] * 5
     assert torch.equal(slots.confidence[2], rates[1])
+    run.runner.decode([1, 2], 12)
+    assert run.runner.buffers.rows.query_lens[:2].tolist() == [1, 6]
 
 
 def test_draft_temperatures_divide_the_logit(make_run, make_prompt):
