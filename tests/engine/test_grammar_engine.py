@@ -193,7 +193,7 @@ def test_a_dead_grammar_fails_its_request_alone(
 def test_compilation_fails_or_is_late_and_nobody_else_notices(
     make_runner: MakeRunner, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = StructuredOutputsSection(compile_threads=1, compile_timeout_s=0.2)
+    settings = StructuredOutputsSection(compile_threads=1, compile_timeout_s=3.0)
     llm = LLM.from_runner(make_runner(), tokenizer, structured_outputs=settings)
     alone = llm.generate([[20, 21]], params(20))[0].outputs[0].token_ids
     release = threading.Event()
@@ -213,7 +213,7 @@ def test_compilation_fails_or_is_late_and_nobody_else_notices(
     assert outputs[0].outputs[0].token_ids == alone
     broken, late, also_late = (output.outputs[0] for output in outputs[1:])
     assert broken.error == "the grammar does not compile: no such thing"
-    assert "not compiled after 0.2 s" in str(late.error) and also_late.error == late.error
+    assert "not compiled after 3 s" in str(late.error) and also_late.error == late.error
     assert {made.finish_reason for made in (broken, late, also_late)} == {"error"}
     again = llm.generate([[20]], params(structured_outputs=form(regex="never")))[0].outputs[0]
     assert again.text == "never", "the late grammar serves the next request"

@@ -55,7 +55,7 @@ def test_a_hang_is_told_while_it_lasts(
     start: Callable[..., LLM], toy: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log names a dump about the step that hangs; when the step ends all goes on."""
-    llm = start(limit_s=0.05)
+    llm = start(limit_s=2.0)  # no step of the toy takes that, however busy the machine
     runner, may_end = runner_of(llm), threading.Event()
     collect, calls = runner.collect, []
 
@@ -78,7 +78,7 @@ def test_a_hang_is_told_while_it_lasts(
         engine.close()
     path = only_dump(tmp_path)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert str(path) in line and "no step has ended for 0.05 s" in line
+    assert str(path) in line and "no step has ended for 2 s" in line
     dump = load_dump(path)
     assert dump.reason == "stall"
     step = dump.find_step(None)
@@ -89,12 +89,12 @@ def test_a_hang_is_told_while_it_lasts(
 def test_an_idle_engine_does_not_hang(
     start: Callable[..., LLM], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = start(limit_s=0.02)
+    llm = start(limit_s=0.5)
     llm.generate([[20, 30]], PARAMS)
     caplog.clear()
     for path in (tmp_path / "dumps").glob("*"):
         path.unlink()  # of a slow moment of the machine
-    time.sleep(0.2)
+    time.sleep(1.5)
     assert not caplog.records and not list((tmp_path / "dumps").glob("*.dump"))
 
 
