@@ -63,6 +63,8 @@ def read_costs(path: Path) -> dict[GraphKey, PairCost]:
         CostError: names the file and what of it is wrong.
         OSError: the file cannot be read.
     """
+    if path.exists() and not path.is_file():
+        raise CostError(f"{path} is not a file")
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise CostError(f"{path}: {size} bytes; a file of costs has at most {MAX_FILE_BYTES}")

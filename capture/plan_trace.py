@@ -167,6 +167,8 @@ def read_trace(path: Path) -> GridTrace:
         TraceError: names the file and what of it is wrong.
         OSError: the file cannot be read.
     """
+    if path.exists() and not path.is_file():
+        raise TraceError(f"{path} is not a file")
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise TraceError(f"{path}: {size} bytes; a trace has at most {MAX_FILE_BYTES}")

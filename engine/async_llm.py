@@ -38,6 +38,8 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
+        if not isinstance(llm, LLM):
+            raise TypeError(f"AsyncLLM takes an LLM, as in AsyncLLM(LLM(config)), got {llm!r}")
         llm.require_whole("AsyncLLM")
         self._llm = llm
         self._table = llm.stream_table

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from decodegrid.configs.sections import SamplingSection
 from decodegrid.engine.batch_body import (
@@ -29,6 +29,7 @@ from decodegrid.engine.llm import LLM
 from decodegrid.engine.output_stream import OutputStream
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_output import RequestOutput
+from decodegrid.engine.strict_json import load_json
 
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 
@@ -199,19 +200,12 @@ class _Batch:
 
 def _parse(line: BatchLine) -> dict[str, Json]:
     try:
-        item = json.loads(line.text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise LineError(f"not JSON at column {error.colno}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        # Numbers of thousands of digits, NaN, and nesting beyond Python's stack.
-        raise LineError(f"not readable as JSON: {error}") from None
+        item = load_json(line.text)
+    except ValueError as error:
+        raise LineError(str(error)) from None
     if not isinstance(item, dict):
         raise LineError("not an object")
     return item
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _check_target(item: dict[str, Json]) -> Kind:

@@ -234,16 +234,16 @@ class EngineLoop:
         self.scheduler.policy.record_rates(slots, result.confidence[rows])
         seconds = done.launch_s + perf_counter() - began
         self.stats.record_decode(done.step, result, updates, seconds)
-        if not done.is_rich:  # the surface and its corrections are of fused steps
-            self._record_times(result, len(done.step.slots), seconds)
+        self._record_times(done, result, seconds)
         return updates
 
-    def _record_times(self, result: StepResult, num_reqs: int, seconds: float) -> None:
+    def _record_times(self, launched: _InFlight, result: StepResult, seconds: float) -> None:
         """Bring a step's period to the policy: what its graph took, and what the host added."""
         if result.graph_s:
             emitted = int(result.num_emitted.sum())
             host_s = max(0.0, seconds - result.graph_s)
-            done = StepDone(result.key, num_reqs, emitted, result.graph_s, host_s)
+            num_reqs, is_fused = len(launched.step.slots), not launched.is_rich
+            done = StepDone(result.key, num_reqs, emitted, result.graph_s, host_s, is_fused)
             self.scheduler.policy.record_step(done)
 
     def _start(self, request: Request) -> None:

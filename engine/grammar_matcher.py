@@ -116,6 +116,15 @@ class RequestGrammar:
             return TokenVerdict.REFUSED
         return TokenVerdict.OPEN
 
+    def allows_nothing(self) -> bool:
+        """Whether a grammar that has begun has no text at all; its first mask is empty."""
+        matcher = self._matcher
+        assert matcher is not None
+        if matcher.is_terminated() or matcher.is_completed():
+            return False
+        matcher.fill_next_token_bitmask(self._scratch, 0)
+        return not self._scratch.any()
+
     def fill(self, masks: NDArray[np.int32], drafts: NDArray[np.int64] | None) -> None:
         """Write the masks of one row.
 

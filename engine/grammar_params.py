@@ -14,6 +14,7 @@ from decodegrid.engine.grammar_regex import check_regex
 from decodegrid.engine.grammar_schema import check_schema
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_checks import check_bool, check_token_ids, show
+from decodegrid.engine.strict_json import load_json
 
 GrammarKind = Literal["json", "regex", "choice", "grammar", "json_object"]
 
@@ -79,7 +80,9 @@ class StructuredOutputsParams:
             )
         if self.json_object is not None:
             check_bool("structured_outputs.json_object", self.json_object)
-        given = [name for name in _NAMES if getattr(self, name) not in (None, False)]
+        given = [name for name in _NAMES if getattr(self, name) is not None]
+        if self.json_object is False:
+            given.remove("json_object")
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
             raise RequestError(
@@ -140,9 +143,9 @@ def _schema_text(schema: object) -> str:
     if isinstance(schema, str):
         _text("json", schema)
         try:
-            schema = json.loads(schema, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{name} is not JSON: {error}") from None
+            schema = load_json(schema)
+        except ValueError as error:
+            raise RequestError(f"{name}: {error}") from None
     if not isinstance(schema, Mapping):
         raise RequestError(f"{name} must be a JSON schema, an object, got {show(schema)}")
     try:
@@ -153,7 +156,3 @@ def _schema_text(schema: object) -> str:
     # What the text says, so that keys that are no strings are looked at in the form they get.
     check_schema(name, json.loads(text))
     return text
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a JSON value")

@@ -62,7 +62,9 @@ class GrammarQueue:
             grammar.begin(
                 self._compiler.matcher(job), self._compiler.num_words, request.output_token_ids
             )
-            if grammar.failure is not None:
+            if grammar.failure is None and grammar.allows_nothing():
+                request.fail("structured_outputs: no text has this form, not even an empty one")
+            elif grammar.failure is not None:
                 request.fail(grammar.failure)
         elif monotonic() >= waiting.deadline:
             request.fail(

@@ -118,6 +118,7 @@ def _check_part(place: str, part: Schema, root: Schema) -> None:
     if "oneOf" in part and not are_disjoint(part["oneOf"], lambda ref: resolve(ref, root)):
         raise _unsupported(place, "oneOf whose schemas are not plainly exclusive (use anyOf)")
     _check_values(place, part, types)
+    _check_counts(place, part)
     _check_types(place, part, types)
     _check_string(place, part)
     _check_number(place, part, types)
@@ -159,6 +160,14 @@ def _check_values(place: str, part: Schema, types: tuple[str, ...]) -> None:
             raise RequestError(f"{place} allows the value {value!r}, which is not of its type")
         if kind == "integer" and abs(value) > _MAX_EXACT:
             raise _unsupported(place, f"the value {value}, above 2**53,")
+
+
+def _check_counts(place: str, part: Schema) -> None:
+    for name in ("Length", "Items", "Properties"):
+        for keyword in (f"min{name}", f"max{name}"):
+            value = part.get(keyword, 0)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise RequestError(f"{place}.{keyword} must be an integer from 0, got {value!r}")
 
 
 def _check_types(place: str, part: Schema, types: tuple[str, ...]) -> None:

@@ -21,12 +21,15 @@ from torch import Tensor
 from decodegrid.engine.request import Request
 from decodegrid.engine.runner import Runner
 from decodegrid.engine.runner_protocol import StepRunner
+from decodegrid.engine.strict_json import load_json
 from decodegrid.graphs.state import SourcePool
 from decodegrid.graphs.target_step import StepModel
 
 FORMAT = 1
 """Of the saved file; another number is refused."""
 _KEY = "decodegrid_hand_over"
+_IDS = "prompt_token_ids"
+_DIGEST = "sha256"
 
 
 class HandOverError(ValueError):
@@ -70,9 +73,10 @@ class HandOver:
     def save(self, path: Path) -> None:
         """Write a safetensors file. Raises OSError."""
         ids = torch.tensor(self.prompt_token_ids, dtype=torch.int64)
-        metadata = {_KEY: json.dumps(asdict(self.facts))}
+        digest = _digest({**self.tensors, _IDS: ids})
+        metadata = {_KEY: json.dumps({**asdict(self.facts), _DIGEST: digest})}
         try:
-            save_file({**self.tensors, "prompt_token_ids": ids}, path, metadata)
+            save_file({**self.tensors, _IDS: ids}, path, metadata)
         except SafetensorError as error:
             raise OSError(f"{path}: {error}") from error
 
@@ -81,15 +85,32 @@ def load_hand_over(path: Path) -> HandOver:
     """Read what save() wrote. Raises HandOverError, or OSError for the file."""
     try:
         with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {}).get(_KEY, "null"))
+            facts = load_json((file.metadata() or {}).get(_KEY, "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         raise HandOverError(f"{path}: no hand-over file: {error}") from error
-    names = {field.name for field in fields(HandOverFacts)}
-    if not isinstance(facts, dict) or facts.keys() != names or "prompt_token_ids" not in tensors:
+    kinds = {field.name: field.type for field in fields(HandOverFacts)}
+    if not isinstance(facts, dict) or facts.keys() != {*kinds, _DIGEST}:
         raise HandOverError(f"{path}: no hand-over file of format {FORMAT}")
-    ids = tensors.pop("prompt_token_ids").tolist()
-    return HandOver(HandOverFacts(**facts), tuple(ids), tensors)
+    digest = facts.pop(_DIGEST)
+    for name, kind in kinds.items():
+        if type(facts[name]) is not kind:
+            raise HandOverError(f"{path}: {name} is {facts[name]!r}, which is no {kind}")
+    ids = tensors.get(_IDS)
+    if ids is None or ids.dtype != torch.int64 or ids.ndim != 1 or digest != _digest(tensors):
+        raise HandOverError(f"{path}: the file is damaged: its contents are not what was saved")
+    del tensors[_IDS]
+    return HandOver(HandOverFacts(**facts), tuple(ids.tolist()), tensors)
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Hash of names, types, shapes and values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def facts_of(model: StepModel) -> HandOverFacts:

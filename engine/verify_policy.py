@@ -64,6 +64,8 @@ class StepDone:
     """Seconds of the step's graph alone."""
     host_s: float
     """Seconds of the step's period that were not the graph's: host work that nothing hid."""
+    is_fused: bool = True
+    """Ran in the variant that the surface was measured on."""
 
 
 class VerifyPolicy(Protocol):
@@ -183,7 +185,7 @@ class ScheduledVerify:
         self.num_steps += 1
         self.measured_tokens += done.num_emitted
         surface = self.budget.surface
-        if surface is None:
+        if surface is None or not done.is_fused:
             return
         surface_ms, measured_ms = surface.ms(done.key), done.step_s * 1e3
         self.drift.record(surface_ms, measured_ms)

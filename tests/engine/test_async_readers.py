@@ -97,6 +97,8 @@ def test_an_event_loop_that_is_gone_frees_its_requests(make_llm: Callable[..., L
 
 
 def test_arguments_are_refused_in_the_callers_thread(make_llm: Callable[..., LLM]) -> None:
+    with pytest.raises(TypeError, match=r"AsyncLLM\(LLM\(config\)\), got 'tiny.yaml'"):
+        AsyncLLM("tiny.yaml")  # type: ignore[arg-type]
     engine = AsyncLLM(make_llm())
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: engine.submit("", LONG), "the prompt is empty"),

@@ -111,7 +111,7 @@ def test_batch_lines_and_prompts_follow_their_forms_and_failures_are_said(
     answers = [json.loads(line)["response"] for line in target.read_text().splitlines()]
     assert [answer["status_code"] for answer in answers] == [200, 500, 400]
     jsonschema.validate(json.loads(answers[0]["body"]["choices"][0]["text"]), SCHEMA)
-    assert "grammar allows no token" in answers[1]["body"]["error"]["message"]
+    assert "no text has this form" in answers[1]["body"]["error"]["message"]
     assert answers[2]["body"]["error"]["type"] == "invalid_request_error"
     capsys.readouterr()
     assert main(["generate", "hi", "--regex", "[ab]{4}"], lambda loaded: llm) == 0

@@ -186,7 +186,7 @@ def test_a_dead_grammar_fails_its_request_alone(
     for output, text in zip(outputs[1:], ["", "ab"], strict=True):
         made = output.outputs[0]
         assert made.finish_reason == "error" and made.text == text
-        assert "grammar" in str(made.error)
+        assert ("grammar allows no token" if text else "no text has") in str(made.error)
     assert llm.scheduler.blocks.num_free == llm.limits.num_blocks - 1
 
 
@@ -280,3 +280,13 @@ def test_whole_vocabulary_of_special_tokens_is_never_text(
     made = llm.generate([[20]], params(structured_outputs=form(regex=".{4}")))[0].outputs[0]
     assert len(made.text) == 4 and made.finish_reason == "stop"
     assert all(tokenizer.token_bytes(token_id) for token_id in made.token_ids)
+
+
+@pytest.mark.parametrize("nothing", [{"grammar": "root ::= root"}, {"regex": r"[^\s\S]"}])
+def test_a_form_that_no_text_has_is_told_before_a_token_is_made(
+    make_runner: MakeRunner, tokenizer: Tokenizer, nothing: dict[str, str]
+) -> None:
+    llm = LLM.from_runner(make_runner(), tokenizer)
+    made = llm.generate([[20, 21]], params(structured_outputs=form(**nothing)))[0].outputs[0]
+    assert made.finish_reason == "error" and made.token_ids == ()
+    assert made.error == "structured_outputs: no text has this form, not even an empty one"

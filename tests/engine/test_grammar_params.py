@@ -143,9 +143,16 @@ def test_schemas_that_are_let_through_are_enforced(
         ({"choice": []}, "no empty one"),
         ({"choice": ["a", ""]}, "no empty one"),
         ({"grammar": 1}, "grammar must be a string"),
-        ({"json": "{"}, "json is not JSON"),
+        ({"json": "{"}, "json: not JSON at line 1 column 2"),
+        ({"json": '{"type": "string", "type": "integer"}'}, "'type' stands twice"),
+        ({"json": {"type": "string", "minLength": -5}}, "json.minLength must be an integer from 0"),
+        ({"json": {"type": "array", "maxItems": 1.5}}, "json.maxItems must be an integer from 0"),
+        ({"json": {"type": "object", "minProperties": True}}, "integer from 0, got True"),
+        ({"regex": "ab", "json": False}, "got json and regex"),
+        ({"regex": "ab", "choice": 0}, "got regex and choice"),
+        ({"json": 0}, "must be a JSON schema, an object, got 0"),
         ({"json": "[1]"}, "must be a JSON schema, an object"),
-        ({"json": '{"const": NaN}'}, "NaN is not a JSON value"),
+        ({"json": '{"const": NaN}'}, "NaN is no JSON number"),
         ({"json": {"const": float("inf")}}, "json is not JSON"),
         ({"json": {"default": object()}}, "json is not JSON"),
         ({"json_object": 1}, "json_object must be true or false"),
@@ -165,7 +172,7 @@ def test_deep_schemas_are_refused_without_deep_recursion() -> None:
     for _ in range(2000):
         deep = {"type": "array", "items": deep}
     for schema in (deep, "[" * 5000, '{"items":' * 100 + "{}" + "}" * 100):
-        with pytest.raises(RequestError, match=r"nested deeper than 64|not JSON"):
+        with pytest.raises(RequestError, match=r"nested deeper than 64|nested too deeply|not JSON"):
             StructuredOutputsParams(json=schema)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from decodegrid.capture.grid import build_grid
@@ -154,6 +155,35 @@ def test_files_that_are_none(hand_over: HandOver, tmp_path: Path) -> None:
         load_hand_over(tmp_path / "absent")
     with pytest.raises(OSError, match="nowhere"):
         hand_over.save(tmp_path / "nowhere" / "file")
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ("{bad", "not JSON at line 1 column 2"),
+        ("9" * 5000, "thousands of digits"),
+        ("[" * 100_000, "no hand-over file"),
+        ('{"format": 1}', "no hand-over file of format 1"),
+        (None, "the file is damaged"),
+    ],
+)
+def test_damaged_files(
+    hand_over: HandOver, tmp_path: Path, facts: str | None, message: str
+) -> None:
+    """Facts of any text; without one, each tensor in turn with a value that was not saved."""
+    whole, path = tmp_path / "whole", tmp_path / "state"
+    hand_over.save(whole)
+    with safe_open(whole, framework="pt") as file:
+        metadata, tensors = file.metadata(), {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+    cases = [(name, tensor) for name, tensor in tensors.items() if tensor.numel()]
+    assert len(cases) > 5
+    for name, tensor in cases if facts is None else cases[:1]:
+        changed = tensor.clone()
+        changed.view(-1)[0] += 1
+        parts = {**tensors, name: changed if facts is None else tensor}
+        save_file(parts, path, metadata if facts is None else {"decodegrid_hand_over": facts})
+        with pytest.raises(HandOverError, match=message):
+            load_hand_over(path)
 
 
 def test_each_type_does_its_own_work_only(

@@ -143,6 +143,16 @@ def test_drift_from_the_surface_is_flagged() -> None:
     assert "1.50 (DRIFTED" in "\n".join(policy.status())
 
 
+def test_steps_of_another_variant_count_but_teach_no_times() -> None:
+    policy = make_policy()
+    for _ in range(200):
+        policy.total(rows_of([1], [3]))
+        policy.record_step(StepDone(GraphKey(1, 4), 1, 2, 5.0, 5.0, is_fused=False))
+    status = "\n".join(policy.status())
+    assert "load x1.00, 0.0 us a query token, host 0 us" in status and "DRIFTED" not in status
+    assert "expected 4.00, measured 2.00" in status
+
+
 def test_without_a_surface_everything_is_verified_and_the_status_says_so() -> None:
     policy = ScheduledVerify(VerifyBudget(GRID, None, 3), 5, note="surface.repeats is 0")
     assert policy.total(rows_of([1, 2], [3, 1])) == 6
