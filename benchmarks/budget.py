@@ -83,14 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(path: Path | None, plan: Plan) -> dict[str, Any]:
     """All parts in order, as one result."""
     machine = describe_machine()
-    cache_dir = load_config(path).cache_dir
-    install_native_kernels(cache_dir)
+    install_native_kernels(load_config(path).cache_dir)
     print(f"{machine['cpu_model']}, {machine['versions']}")
     return {
         **machine,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "repeats": plan.repeats,
-        **report_choice(plan, fastest_scan(cache_dir)),
+        **report_choice(plan, fastest_scan()),
         **({} if plan.serving is None else measure_serving(path, plan.serving)),
     }
 

@@ -23,7 +23,7 @@ from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.runner import Runner
 from decodegrid.engine.verify_policy import FixedVerify, ScheduledVerify, VerifyPolicy
 from decodegrid.graphs.state import SlotState
-from decodegrid.kernels.native import build_library, has_native_kernels
+from decodegrid.kernels.native import loaded_library
 from decodegrid.kernels.total_scan import native_scan
 
 TEMPERATURE = 0.7
@@ -167,11 +167,12 @@ def obtain_surface(runner: Runner, loaded: LoadedConfig) -> tuple[Surface | None
     return surface, f"measured at this start: {reason}"
 
 
-def fastest_scan(cache_dir: Path) -> MakeScan:
+def fastest_scan() -> MakeScan:
     """The compiled walk over the rates where the native kernels are in use, or the NumPy one."""
-    if not has_native_kernels():
+    library = loaded_library()
+    if library is None:
         return NumpyScan
-    make = native_scan(build_library(cache_dir))
+    make = native_scan(library)
     return lambda memory: make(*memory)
 
 
@@ -185,7 +186,7 @@ def make_policy(runner: Runner, loaded: LoadedConfig) -> VerifyPolicy:
     surface, note = obtain_surface(runner, loaded)
     if surface is not None:
         runner.grid = runner.grid.with_cost(surface.selection_cost)
-    scan = fastest_scan(loaded.cache_dir)
+    scan = fastest_scan()
     budget = VerifyBudget(runner.grid, surface, runner.num_draft_tokens, scan)
     return ScheduledVerify(
         budget,

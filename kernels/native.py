@@ -164,6 +164,13 @@ def has_native_kernels() -> bool:
     )
 
 
+def loaded_library() -> Path | None:
+    """The library that install_native_kernels loaded in this process, from whatever place."""
+    name = library_path(Path()).name
+    loaded = (Path(path) for path in torch.ops.loaded_libraries)
+    return next((path for path in loaded if path.name == name), None)
+
+
 def install_native_kernels(cache_dir: Path) -> None:
     """Build the kernels and make them the CPU implementation of their ops.
 

@@ -94,7 +94,8 @@ def test_counters_stay_still(run, make_prompt):
 def generated_modules(run):
     """Globals of the generated code behind every compiled entry of every captured step."""
     found = {}
-    graphs = (*run.runner.decode_graphs.values(), *run.runner._prefill_graphs.values())
+    captured = run.runner._graphs
+    graphs = (*captured.fused.values(), *captured.prefill.values())
     for graph in graphs:
         for function, _ in graph._program:
             code = getattr(function, "__func__", function)

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from decodegrid.capture.total_scan import NumpyScan
+from decodegrid.engine.surface_run import fastest_scan
 from decodegrid.kernels import filters, moe, sampling, select_entries
 from decodegrid.kernels.hyper_connection import sinkhorn, sinkhorn_op
 from decodegrid.kernels.native import (
@@ -13,6 +15,7 @@ from decodegrid.kernels.native import (
     build_library,
     install_native_kernels,
     library_path,
+    loaded_library,
 )
 
 BUILD = Path(__file__).resolve().parents[2] / "build" / "native"
@@ -23,6 +26,8 @@ def installed() -> None:
     install_native_kernels(BUILD)
     # Twice is once.
     install_native_kernels(BUILD)
+    assert loaded_library() == library_path(BUILD)
+    assert fastest_scan() is not NumpyScan
     for name in OPS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"decodegrid::{name}", "CPU")
 
