@@ -170,10 +170,10 @@ def test_this_machine_has_memory() -> None:
 
 def test_the_line_of_the_start_up_report(tiny_config: ModelConfig) -> None:
     capacity = Capacity(9, 513, 64, 4096, 5, kv_cache="v41")
-    # 15 windows of 22 records, 2 rings of 7 pairs of 64 channels; 6 facts of 8 bytes, 2 floats,
+    # 15 windows of 22 records, 2 rings of 7 pairs of 64 channels; 6 facts of 8 bytes, 3 floats,
     # 3 ids of history, 5 drafts and confidences, 8 stop ids, 64 blocks.
     request = 15 * 22 * 66 + 2 * 7 * 2 * 64 * 4
-    request += 6 * 8 + 2 * 4 + 3 * 8 + 5 * 12 + 8 * 8 + 64 * 8
+    request += 6 * 8 + 3 * 4 + 3 * 8 + 5 * 12 + 8 * 8 + 64 * 8
     assert cache_line(tiny_config, capacity, torch.float32) == (
         f"cache: 513 blocks of 64 tokens, {513 * 64 * 106 / 2**20:.1f} MiB (v41: 106 bytes a "
         f"token, {request:,} a request); max concurrency at 4096 tokens: 8.0"
