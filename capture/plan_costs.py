@@ -6,16 +6,16 @@ The file: {"format": 1, "pairs": [{"num_reqs": 8, "num_query_tokens": 48, "memor
 "capture_s": 0.4}, ...]}, all variants of a pair together.
 """
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from decodegrid.capture.grid import GraphKey
+from decodegrid.configs.strict_json import load_json
 
 MAX_FILE_BYTES = 64 * 2**20
 
@@ -69,14 +69,13 @@ def read_costs(path: Path) -> dict[GraphKey, PairCost]:
     if size > MAX_FILE_BYTES:
         raise CostError(f"{path}: {size} bytes; a file of costs has at most {MAX_FILE_BYTES}")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-        file = _CostsFile.model_validate(data)
+        file = _CostsFile.model_validate(load_json(path.read_text(encoding="utf-8")))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "the file"
         raise CostError(f"{path}: {field}: {first['msg']}") from None
-    except (ValueError, RecursionError) as error:
-        raise CostError(f"{path}: not readable as JSON: {error}") from None
+    except ValueError as error:
+        raise CostError(f"{path}: {error}") from None
     found: dict[GraphKey, PairCost] = {}
     for index, item in enumerate(file.pairs):
         try:
@@ -87,7 +86,3 @@ def read_costs(path: Path) -> dict[GraphKey, PairCost]:
             raise CostError(f"{path}: pairs.{index}: {key} is there twice")
         found[key] = PairCost(item.memory_bytes, item.capture_s)
     return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from decodegrid.capture.grid import GraphKey
+from decodegrid.configs.strict_json import load_json
 
 MAX_FILE_BYTES = 64 * 2**20
 MAX_STEPS = 2**53
@@ -203,8 +204,8 @@ def _parts(text: str) -> tuple[Any, list[tuple[int, Any]]]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     first_number, first = lines[0]
     try:
-        head = json.loads(first, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
+        head = load_json(first)
+    except ValueError:
         head = None
     if isinstance(head, dict) and "batches" not in head and len(lines) > 1:
         return head, [(number, _parse(line, number)) for number, line in lines[1:]]
@@ -215,13 +216,9 @@ def _parts(text: str) -> tuple[Any, list[tuple[int, Any]]]:
 
 def _parse(text: str, first_line: int) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        place = f"line {first_line - 1 + error.lineno}, column {error.colno}"
-        raise TraceError(f"not JSON at {place}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        # NaN, numbers of thousands of digits, and nesting beyond Python's stack.
-        raise TraceError(f"not readable as JSON (line {first_line} on): {error}") from None
+        return load_json(text, first_line)
+    except ValueError as error:
+        raise TraceError(f"{error} (line {first_line} on)") from None
 
 
 def _from_parts(head: Any, lines: list[tuple[int, Any]]) -> GridTrace:
@@ -268,7 +265,3 @@ def _first_error(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"])) or "the object"
     return f"{where}: {first['msg']}"
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from decodegrid.configs.sections import SamplingSection
+from decodegrid.configs.strict_json import load_json
 from decodegrid.engine.batch_body import (
     URLS,
     BodyError,
@@ -29,7 +30,6 @@ from decodegrid.engine.llm import LLM
 from decodegrid.engine.output_stream import OutputStream
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_output import RequestOutput
-from decodegrid.engine.strict_json import load_json
 
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 

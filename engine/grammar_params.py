@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from decodegrid.configs.strict_json import load_json
 from decodegrid.engine.grammar_regex import check_regex
 from decodegrid.engine.grammar_schema import check_schema
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_checks import check_bool, check_token_ids, show
-from decodegrid.engine.strict_json import load_json
 
 GrammarKind = Literal["json", "regex", "choice", "grammar", "json_object"]
 

@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from decodegrid.configs.strict_json import load_json
 from decodegrid.engine.request import Request
 from decodegrid.engine.runner import Runner
 from decodegrid.engine.runner_protocol import StepRunner
-from decodegrid.engine.strict_json import load_json
 from decodegrid.graphs.state import SourcePool
 from decodegrid.graphs.target_step import StepModel
 

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from decodegrid.configs.strict_json import unique_keys
 from decodegrid.graphs.checkpoint_names import CheckpointError, plain_name
-from decodegrid.graphs.model_config import unique_keys
 from decodegrid.graphs.safetensors_header import ITEM_BYTES, read_file_header
 
 SINGLE_FILE = "model.safetensors"

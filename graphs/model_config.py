@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from decodegrid.configs.strict_json import unique_keys
 from decodegrid.graphs.model_config_checks import (
     ConfigFieldError,
     bad_field,
@@ -289,16 +290,6 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     config = ModelConfig(quantized=raw.get("quantization_config") is not None, **values)
     check_model_config(config)
     return config
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` for json: ValueError for a key that an object has twice."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} is there twice")
-        found[key] = value
-    return found
 
 
 def load_model_config(checkpoint_dir: Path) -> ModelConfig:

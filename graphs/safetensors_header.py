@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from decodegrid.configs.strict_json import unique_keys
 from decodegrid.graphs.checkpoint_names import CheckpointError
-from decodegrid.graphs.model_config import unique_keys
 
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that is read, as in the safetensors library."""

@@ -217,6 +217,26 @@ def make_model(make_raw: Callable[..., dict[str, Any]]) -> Callable[..., DraftMo
 
 
 @pytest.fixture(scope="session")
+def layer_changes() -> dict[int, dict[str, Any]]:
+    """Changes of the small model, by its number of layers. Two: window and ratio 1 with candidates;
+    four: ratio 2 and a reindexing layer beside them. Both have one drafter layer."""
+    common = {
+        "engram_layer_ids": [1], "engram_num_embeddings": [184], "num_nextn_predict_layers": 1,
+    }
+    two = {
+        "num_hidden_layers": 2, "compress_ratios": [0, 1, 0], "kv_source_layer_ids": [1],
+        "index_source_layer_ids": [1], "candidate_source_layer_id": 1,
+        "dspark_target_layer_ids": [0, 1],
+    }
+    four = {
+        "num_hidden_layers": 4, "compress_ratios": [0, 2, 1, 1, 0], "kv_source_layer_ids": [1, 2],
+        "index_source_layer_ids": [1, 2, 3], "candidate_source_layer_id": 2,
+        "dspark_target_layer_ids": [2, 3],
+    }
+    return {2: {**common, **two}, 4: {**common, **four}}
+
+
+@pytest.fixture(scope="session")
 def native_kernels() -> Path:
     """The directory of the native kernels, which are built there once and installed."""
     install_native_kernels(NATIVE)

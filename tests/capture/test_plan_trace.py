@@ -143,7 +143,7 @@ def test_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(CostError, match=message):
             read_costs(path)
     path.write_text("{")
-    with pytest.raises(CostError, match="not readable as JSON"):
+    with pytest.raises(CostError, match="not JSON at line 1, column 2"):
         read_costs(path)
     monkeypatch.setattr(plan_costs, "MAX_FILE_BYTES", 0)
     with pytest.raises(CostError, match="a file of costs has at most 0"):

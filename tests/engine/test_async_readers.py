@@ -7,20 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from decodegrid.capture.grid import build_grid
-from decodegrid.capture.lowering import CompileOptions
-from decodegrid.capture.phases import PhaseClock
 from decodegrid.engine.async_llm import AsyncLLM
 from decodegrid.engine.async_sinks import Mailbox
-from decodegrid.engine.build import RunnerOptions, make_runner
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_output import StreamOutput
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.tokenizer import Tokenizer
-from decodegrid.graphs.state import Capacity
 
 LONG = SamplingParams(temperature=0, max_tokens=80)
 
@@ -133,20 +127,10 @@ def test_a_line_at_the_start_and_one_at_the_end(
 
 
 def test_the_captured_steps_run_in_the_engines_thread(
-    make_model: Callable[..., Any], tokenizer: Tokenizer
+    make_model: Callable[..., Any], make_eager_runner: Callable[..., Any], tokenizer: Tokenizer
 ) -> None:
     model = make_model(vocab_size=tokenizer.vocab_size, hc_sinkhorn_iters=2)
-    options = RunnerOptions(
-        capacity=Capacity(3, 33, 8, 64, 2),
-        grid=build_grid(2, 2, (2,)),
-        prefill_chunk_sizes=(8,),
-        dtype=torch.float64,
-        device="cpu",
-        compile_options=CompileOptions("none", None, 1),
-        draft_temperatures=(1.0, 1.0),
-        show_progress=False,
-    )
-    llm = LLM.from_runner(make_runner(model, options, PhaseClock()), tokenizer)
+    llm = LLM.from_runner(make_eager_runner(model, 2), tokenizer)
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=10)
     prompts = ["one", "two", "three"]
     want = [output.outputs for output in llm.generate(prompts, params)]

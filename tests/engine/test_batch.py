@@ -186,7 +186,7 @@ def test_lines_that_are_no_request(call: Any) -> None:
         json.dumps({**ok, "custom_id": "list", "body": []}),
         flags=("--no-report",),
     )
-    wants = ["not JSON at line 1 column 2", "NaN is no JSON number", "not readable as JSON"]
+    wants = ["not JSON at line 1, column 2", "NaN is no JSON number", "not readable as JSON"]
     wants += ["not an object", "custom_id must be a string", "", "'same' was used before"]
     for number, (answer, want) in enumerate(zip(answers, wants, strict=False), start=1):
         if want:

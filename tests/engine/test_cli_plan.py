@@ -151,7 +151,7 @@ def test_a_simulated_load(call: Any, surface: Path) -> None:
         (("--trace", "TRACE", "--out", "/"), "--out is /, which is a directory"),
         (("--trace", "TRACE", "--out", "/none/x.yaml"), "there is no directory /none"),
         (("--trace", "TRACE", "--surface", "TRACE"), "not readable as JSON"),
-        (("--trace", "TRACE", "--costs", "TRACE"), "not readable as JSON"),
+        (("--trace", "TRACE", "--costs", "TRACE"), "not JSON at line 2, column 1"),
         (("--arrivals", "requests=3"), "--arrivals needs rate=R"),
         (("--arrivals", "rate=0"), "--arrivals: rate is 0.0; a finite number above 0"),
         (("--arrivals", "rate=1,rate=2"), "--arrivals has rate twice"),

@@ -33,18 +33,6 @@ DRAFTS = 2
 MAX_REQS = 31
 LENGTH = 256
 FREE_PROMPT = (20, 33, 47, 20, 61)
-LAYERS = {
-    "num_hidden_layers": 2,
-    "compress_ratios": [0, 1, 0],
-    "kv_source_layer_ids": [1],
-    "index_source_layer_ids": [1],
-    "candidate_source_layer_id": 1,
-    "engram_layer_ids": [1],
-    "engram_num_embeddings": [184],
-    "num_nextn_predict_layers": 1,
-    "dspark_target_layer_ids": [0, 1],
-    "hc_sinkhorn_iters": 1,
-}
 
 
 class SchemaMaker:
@@ -152,7 +140,11 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def llm(make_model: Callable[..., Any], tokenizer: Tokenizer) -> LLM:
+def llm(
+    make_model: Callable[..., Any],
+    layer_changes: dict[int, dict[str, Any]],
+    tokenizer: Tokenizer,
+) -> LLM:
     options = RunnerOptions(
         capacity=Capacity(
             MAX_REQS + 1, 1 + MAX_REQS * LENGTH // 32, 32, LENGTH, DRAFTS, "coupled", rich=True
@@ -165,7 +157,7 @@ def llm(make_model: Callable[..., Any], tokenizer: Tokenizer) -> LLM:
         draft_temperatures=(1.0,) * DRAFTS,
         show_progress=False,
     )
-    model = make_model(vocab_size=tokenizer.vocab_size, **LAYERS)
+    model = make_model(vocab_size=tokenizer.vocab_size, **layer_changes[2], hc_sinkhorn_iters=1)
     runner = make_runner(model, options, PhaseClock())
     return LLM.from_runner(runner, tokenizer, decode_steps_per_prefill_chunk=0)
 

@@ -24,25 +24,15 @@ from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.tokenizer import Tokenizer
 from decodegrid.graphs.state import Capacity
 
-SMALL = {
-    "hc_sinkhorn_iters": 2,
-    "num_hidden_layers": 4,
-    "compress_ratios": [0, 2, 1, 1, 0],
-    "kv_source_layer_ids": [1, 2],
-    "index_source_layer_ids": [1, 2, 3],
-    "candidate_source_layer_id": 2,
-    "engram_layer_ids": [1],
-    "engram_num_embeddings": [184],
-    "num_nextn_predict_layers": 1,
-    "dspark_target_layer_ids": [2, 3],
-    "head_dim": 32,
-    "index_head_dim": 32,
-}
 PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def make_llm(make_model: Callable[..., Any], tokenizer: Tokenizer) -> Callable[..., LLM]:
+def make_llm(
+    make_model: Callable[..., Any],
+    layer_changes: dict[int, dict[str, Any]],
+    tokenizer: Tokenizer,
+) -> Callable[..., LLM]:
     """make_llm(engine_type, block_size=8, seed=0, kv_cache="compute"): over a model of 4 layers."""
     made: dict[str, LLM] = {}
 
@@ -51,7 +41,9 @@ def make_llm(make_model: Callable[..., Any], tokenizer: Tokenizer) -> Callable[.
     ) -> LLM:
         key = repr((engine_type, block_size, seed, kv_cache))
         if key not in made:
-            model = make_model(seed=seed, vocab_size=tokenizer.vocab_size, **SMALL)
+            sizes = {"hc_sinkhorn_iters": 2, "head_dim": 32, "index_head_dim": 32}
+            changes = {**layer_changes[4], **sizes, "vocab_size": tokenizer.vocab_size}
+            model = make_model(seed=seed, **changes)
             options = RunnerOptions(
                 capacity=Capacity(4, 40, block_size, 64, 2, kv_cache=kv_cache),
                 grid=build_grid(3, 2, (3,)),
@@ -160,7 +152,7 @@ def test_files_that_are_none(hand_over: HandOver, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ("{bad", "not JSON at line 1 column 2"),
+        ("{bad", "not JSON at line 1, column 2"),
         ("9" * 5000, "thousands of digits"),
         ("[" * 100_000, "no hand-over file"),
         ('{"format": 1}', "no hand-over file of format 1"),

@@ -34,18 +34,6 @@ EOS = 1
 COUNT = 9
 PROMPT = [129, 33, 47, 20, 49]
 KINDS = ("none", "right", "wrong", "random", "own")
-LAYERS = {
-    "num_hidden_layers": 2,
-    "compress_ratios": [0, 1, 0],
-    "kv_source_layer_ids": [1],
-    "index_source_layer_ids": [1],
-    "candidate_source_layer_id": 1,
-    "engram_layer_ids": [1],
-    "engram_num_embeddings": [184],
-    "num_nextn_predict_layers": 1,
-    "dspark_target_layer_ids": [0, 1],
-    "hc_sinkhorn_iters": 2,
-}
 LIKELY = slice(9, None, 40)
 """Ids that the model chooses from most of the time, so that its texts repeat some."""
 
@@ -228,8 +216,12 @@ def build(
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any], tokenizer: Tokenizer) -> Any:
-    made = make_model(vocab_size=tokenizer.vocab_size, **LAYERS)
+def model(
+    make_model: Callable[..., Any],
+    layer_changes: dict[int, dict[str, Any]],
+    tokenizer: Tokenizer,
+) -> Any:
+    made = make_model(vocab_size=tokenizer.vocab_size, **layer_changes[2], hc_sinkhorn_iters=2)
     made.head.weight[LIKELY] *= 3.0
     return made
 

@@ -5,18 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
-from decodegrid.capture.grid import build_grid
-from decodegrid.capture.lowering import CompileOptions
-from decodegrid.capture.phases import PhaseClock
-from decodegrid.engine.build import RunnerOptions, make_runner
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.tokenizer import Tokenizer
 from decodegrid.engine.verify_policy import FixedVerify
-from decodegrid.graphs.state import Capacity
 
 PROMPT = [20, 21, 22]
 EOS = 1
@@ -224,20 +218,12 @@ def test_completions_in_a_stream_and_their_abort(make_llm: Callable[..., LLM], t
     assert not llm.scheduler.has_unfinished and not llm.stream_table.open_ids
 
 
-def test_the_device_keeps_a_limit(make_model: Callable[..., Any], tokenizer: Tokenizer) -> None:
+def test_the_device_keeps_a_limit(
+    make_model: Callable[..., Any], make_eager_runner: Callable[..., Any], tokenizer: Tokenizer
+) -> None:
     """The captured step of a model: rows beside a limited one are not limited, tokens are equal."""
     model = make_model(vocab_size=tokenizer.vocab_size, hc_sinkhorn_iters=2)
-    options = RunnerOptions(
-        capacity=Capacity(4, 33, 8, 64, 2),
-        grid=build_grid(3, 2, (3,)),
-        prefill_chunk_sizes=(8,),
-        dtype=torch.float64,
-        device="cpu",
-        compile_options=CompileOptions("none", None, 1),
-        draft_temperatures=(1.0, 1.0),
-        show_progress=False,
-    )
-    llm = LLM.from_runner(make_runner(model, options, PhaseClock()), tokenizer)
+    llm = LLM.from_runner(make_eager_runner(model, 3), tokenizer)
     prompts = [[20, 21, 22], [30, 31], [40, 41, 42]]
     limits: list[Any] = ["off", 1, "auto"]
     params = [

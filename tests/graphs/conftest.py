@@ -38,22 +38,6 @@ BLOCK_SIZE = 8
 MAX_MODEL_LEN = 128
 BLOCKS_PER_SLOT = MAX_MODEL_LEN // BLOCK_SIZE
 
-# Window, ratio 2, ratio 1 with candidates, reindex; one drafter layer: every kind of region.
-FOUR_LAYERS = MappingProxyType(
-    {
-        "num_hidden_layers": 4,
-        "compress_ratios": [0, 2, 1, 1, 0],
-        "kv_source_layer_ids": [1, 2],
-        "index_source_layer_ids": [1, 2, 3],
-        "candidate_source_layer_id": 2,
-        "engram_layer_ids": [1],
-        "engram_num_embeddings": [184],
-        "num_nextn_predict_layers": 1,
-        "dspark_target_layer_ids": [2, 3],
-    }
-)
-
-
 RECORD_REGIONS = ("attn_in", "source_two", "index_in", "attend_both", "copy_window")
 """Regions that write or read rings and pools, one of each kind."""
 
@@ -348,26 +332,33 @@ def make_run(make_model: Callable[..., DraftModel]) -> Callable[..., CachedRun]:
 
 
 @pytest.fixture
-def rich_run(make_run: Callable[..., CachedRun]) -> Callable[..., CachedRun]:
+def rich_run(
+    make_run: Callable[..., CachedRun], layer_changes: dict[int, dict[str, Any]]
+) -> Callable[..., CachedRun]:
     """rich_run(num_drafts=3, verify="coupled", **sizes): a float64 run with the rich variant, of up
     to 4 rows, of the small model with every kind of region."""
 
     def make(num_drafts: int = 3, verify: VerifyMode = "coupled", **sizes: Any) -> CachedRun:
         asked = {"max_num_reqs": 4, "req_sizes": (4,), "rich": True, **sizes}
-        return make_run(num_drafts=num_drafts, verify=verify, **asked, **FOUR_LAYERS)
+        return make_run(num_drafts=num_drafts, verify=verify, **asked, **layer_changes[4])
 
     return make
 
 
 @pytest.fixture
-def four_layer_run(request: pytest.FixtureRequest, make_run: Callable[..., CachedRun]) -> CachedRun:
+def four_layer_run(
+    request: pytest.FixtureRequest,
+    make_run: Callable[..., CachedRun],
+    layer_changes: dict[int, dict[str, Any]],
+) -> CachedRun:
     """A float64 run of up to 3 rows of the model that `compiled_run` compiles."""
     verify = getattr(request, "param", "coupled")
-    return make_run(max_num_reqs=3, req_sizes=(3,), verify=verify, **FOUR_LAYERS)
+    return make_run(max_num_reqs=3, req_sizes=(3,), verify=verify, **layer_changes[4])
 
 
 @pytest.fixture(scope="session")
 def compiled_run(
+    layer_changes: dict[int, dict[str, Any]],
     make_model: Callable[..., DraftModel],
     make_raw: Callable[..., dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
@@ -376,7 +367,7 @@ def compiled_run(
     """The one inductor compilation of these tests: float32, four layers of every kind, a pool far
     larger than any other tensor, up to three rows. The oracle has the same weights in float64.
     """
-    model = make_model(dtype=torch.float32, **FOUR_LAYERS)
+    model = make_model(dtype=torch.float32, **layer_changes[4])
     model.head.weight.mul_(4.0)  # choices as clear as a trained model's
     tables: list[RegionTable] = []
     plain = build.make_regions
@@ -386,23 +377,24 @@ def compiled_run(
         patch.setattr(build, "make_regions", lambda *a: tables.append(plain(*a)) or tables[0])
         cache_dir = tmp_path_factory.mktemp("inductor")
         run = build_run(model, 5, 3, (1, 3), (), "coupled", "inductor", cache_dir, 8192)
-    run.oracle = make_model(dtype=torch.float64, **FOUR_LAYERS)
+    run.oracle = make_model(dtype=torch.float64, **layer_changes[4])
     run.oracle.load_state_dict(model.state_dict())
     torch.set_num_threads(threads)
     run.regions = tables[0]
-    run.cache_dir, run.raw = cache_dir, make_raw(**FOUR_LAYERS)
+    run.cache_dir, run.raw = cache_dir, make_raw(**layer_changes[4])
     return run
 
 
 @pytest.fixture(scope="session")
 def compiled_records_run(
+    layer_changes: dict[int, dict[str, Any]],
     make_model: Callable[..., DraftModel],
     tmp_path_factory: pytest.TempPathFactory,
     native_kernels: Path,
 ) -> CachedRun:
     """A float32 run over a cache of records. One of each kind of region that touches them is
     compiled, the others run as they are; the oracle is in float64."""
-    changes = {**FOUR_LAYERS, "head_dim": 32, "index_head_dim": 32}
+    changes = {**layer_changes[4], "head_dim": 32, "index_head_dim": 32}
     model = make_model(dtype=torch.float32, **changes)
     model.head.weight.mul_(4.0)
 

@@ -8,24 +8,12 @@ from decodegrid.kernels.sparse_attention import dense_attention
 
 KEEP = 12
 MODES = ("mask", "compact")
-FOUR = {
-    "hc_sinkhorn_iters": 2,
-    "num_hidden_layers": 4,
-    "compress_ratios": [0, 2, 1, 1, 0],
-    "kv_source_layer_ids": [1, 2],
-    "index_source_layer_ids": [1, 2, 3],
-    "candidate_source_layer_id": 2,
-    "engram_layer_ids": [1],
-    "engram_num_embeddings": [184],
-    "num_nextn_predict_layers": 1,
-    "dspark_target_layer_ids": [2, 3],
-}
 
 
 @pytest.fixture(scope="module")
-def make_bounded(make_model, new_run):
+def make_bounded(make_model, new_run, layer_changes):
     """make_bounded(mode, keep): a run of three rows over one model, two drafts."""
-    made, model = {}, make_model(**FOUR)
+    made, model = {}, make_model(**layer_changes[4], hc_sinkhorn_iters=2)
 
     def make(mode, keep=KEEP, kv_cache="compute"):
         key = (mode, keep, kv_cache)
@@ -91,10 +79,10 @@ def test_decoding_is_that_of_the_reference(make_bounded, make_prompt, mode, size
 
 
 @pytest.mark.parametrize("kv_cache", ["compute", "v41"])
-def test_both_modes_agree_bit_for_bit(make_model, new_run, make_prompt, kv_cache):
+def test_both_modes_agree_bit_for_bit(make_model, layer_changes, new_run, make_prompt, kv_cache):
     """All that decoding may read behind the prompt, and what it then emits and drafts."""
     dims = {"head_dim": 32, "index_head_dim": 32} if kv_cache == "v41" else {}
-    model = make_model(**FOUR, **dims)
+    model = make_model(**layer_changes[4], hc_sinkhorn_iters=2, **dims)
     runs = [new_run(model, 2, 3, (3,), kv_cache=kv_cache, bounded=(m, KEEP)) for m in MODES]
     lengths = (5, 14, 30, 53)
     for length in lengths:
@@ -156,8 +144,8 @@ def test_rows_left_out_by_chunk():
         ({"engram_layer_ids": [2]}, 12, "Engram layers below 2"),
     ],
 )
-def test_models_and_numbers_that_do_not_fit(make_model, changes, keep, message):
-    config = make_model(**{**FOUR, **changes}).config
+def test_models_and_numbers_that_do_not_fit(make_model, layer_changes, changes, keep, message):
+    config = make_model(**{**layer_changes[4], **changes}).config
     check_bounded_replay(config, "off", 0, 2)
     with pytest.raises(ValueError, match=message):
         check_bounded_replay(config, "compact", keep, 2)

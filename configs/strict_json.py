@@ -8,12 +8,15 @@ import json
 from typing import Any, NoReturn
 
 
-def load_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError with one line of what is wrong."""
+def load_json(text: str, first_line: int = 1) -> Any:
+    """The value of a JSON text. Raises ValueError with one line of what is wrong.
+
+    first_line: number of the text's first line in its file.
+    """
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno} column {error.colno}"
+        place = f"line {first_line - 1 + error.lineno}, column {error.colno}"
         raise ValueError(f"not JSON at {place}: {error.msg}") from None
     except RecursionError:
         raise ValueError("not readable as JSON: it is nested too deeply") from None
@@ -31,11 +34,11 @@ def _refuse_constant(name: str) -> NoReturn:
     raise _JsonError(f"not JSON: {name} is no JSON number")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` for json: ValueError for a key that an object has twice."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            shown = repr(key[:80])
-            raise _JsonError(f"not readable as JSON: the key {shown} stands twice in an object")
+            raise _JsonError(f"the key {key!r} is there twice")
         found[key] = value
     return found
