@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.deployments import Deployment, start
+from benchmarks.deployments import ALONE, Deployment, start
 from benchmarks.machine import describe_machine
 from benchmarks.prompts import STORIES, STRUCTURED, encode_prompts
 from benchmarks.results import format_rows
@@ -30,8 +30,6 @@ from decodegrid.engine.surface_run import make_policy
 from decodegrid.engine.tokenizer import Tokenizer
 
 BATCH = 8
-SETTINGS = ("cache.prefix_cache=off",)
-"""Two engines around one runner would each take the other's blocks for its own."""
 GOAL = 1.15
 """Most that a period may be over its graph with a step in flight."""
 FIRST_SEED = 1000
@@ -122,7 +120,7 @@ def measure(path: Path | None, repeats: int, max_tokens: int) -> dict[str, Any]:
 
     Raises ValueError for a deployment with fewer than BATCH rows.
     """
-    deployment = start(load_config(path, SETTINGS))
+    deployment = start(load_config(path, ALONE))
     if deployment.runner.max_num_reqs < BATCH:
         raise ValueError(
             f"scheduler.max_num_reqs is {deployment.runner.max_num_reqs}; needs {BATCH}"

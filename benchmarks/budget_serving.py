@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deployments import WITHOUT_DRAFTER, Deployment, start
+from benchmarks.deployments import ALONE, WITHOUT_DRAFTER, Deployment, start
 from benchmarks.generation import Run, Workload, compare_llms, run_workload
 from benchmarks.prompts import STORIES, STRUCTURED, encode_prompts
 from benchmarks.results import format_rows
@@ -23,12 +23,13 @@ from decodegrid.engine.verify_policy import FixedVerify, ScheduledVerify, Verify
 LOADS = (1, 8, 32)
 TEMPERATURES = (0.7, 1.0)
 LARGE = (
+    *ALONE,
     "scheduler.max_num_reqs=32",
     # Prompts first, so that a batch of 32 is one.
     "scheduler.decode_steps_per_prefill_chunk=0",
     "speculation.verify_tokens=scheduled",
 )
-REJECTION = ("speculation.verify=rejection", "speculation.verify_tokens=all")
+REJECTION = (*ALONE, "speculation.verify=rejection", "speculation.verify_tokens=all")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

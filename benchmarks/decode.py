@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.deployments import (
+    ALONE,
     STEP_KEYS,
     WITHOUT_DRAFTER,
     Deployment,
@@ -93,7 +94,7 @@ def measure(path: Path | None, overrides: tuple[str, ...], plan: Plan) -> dict[s
     result |= _report_steps(main_deployment, plan)
     result |= _report_host(main_deployment, plan)
     result |= _report_pool(main_deployment, path, overrides, plan)
-    plain = start(load_config(path, (*overrides, *WITHOUT_DRAFTER)))
+    plain = start(load_config(path, (*ALONE, *overrides, *WITHOUT_DRAFTER)))
     result |= _report_generation(main_deployment, plain, plan)
     after = [d.runner.counters.compilations_after_ready for d in (main_deployment, plain)]
     result["compilations_after_ready"] = sum(after)
@@ -268,7 +269,7 @@ def _report_pool(
     """The captured step with the pool as it is and 16 times as large."""
     blocks = deployment.runner.num_blocks * POOL_FACTOR
     sizes = ("cache.pool_bytes=0", "cache.memory_fraction=0", f"cache.num_blocks={blocks}")
-    large = start(load_config(path, (*overrides, *sizes)))
+    large = start(load_config(path, (*ALONE, *overrides, *sizes)))
     benches = {"x1": StepBench(deployment.runner, SHORT_CONTEXT)}
     benches[f"x{POOL_FACTOR}"] = StepBench(large.runner, SHORT_CONTEXT)
     print(f"\npool of {deployment.runner.num_blocks} and {blocks} blocks")

@@ -18,6 +18,8 @@ from decodegrid.engine.tokenizer import Tokenizer
 
 STEP_KEYS = (GraphKey(1, 1), GraphKey(1, 6), GraphKey(8, 8), GraphKey(8, 48))
 """Pairs whose captured step is compared with the eager one."""
+ALONE = ("cache.prefix_cache=off",)
+"""For runners that several LLMs use in turns: each would believe its cached blocks intact."""
 WITHOUT_DRAFTER = (
     "speculation.num_draft_tokens=0",
     "speculation.verify_tokens=all",
@@ -55,8 +57,7 @@ def load_deployment(path: Path | None, overrides: tuple[str, ...]) -> LoadedConf
     Raises ConfigError for the file; ValueError for a device other than the CPU, or a grid without
     one of STEP_KEYS.
     """
-    # Several LLMs take turns on one runner here, and each would believe its cached blocks intact.
-    loaded = load_config(path, ("cache.prefix_cache=off", *overrides))
+    loaded = load_config(path, (*ALONE, *overrides))
     config = loaded.config
     if config.model.device != "cpu":
         raise ValueError(f"model.device is {config.model.device}; the benchmark times the CPU only")
