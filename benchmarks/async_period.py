@@ -55,13 +55,12 @@ class Period:
 
 def make_llms(deployment: Deployment) -> dict[str, LLM]:
     """An engine with a step in flight and one without, around one runner."""
-    config = deployment.loaded.config
     tokenizer = Tokenizer(deployment.loaded.checkpoint_dir / "tokenizer.json")
     return {
         name: LLM.from_runner(
             deployment.runner,
             tokenizer,
-            decode_steps_per_prefill_chunk=config.scheduler.decode_steps_per_prefill_chunk,
+            decode_steps_per_prefill_chunk=0,  # prompts first, so that all rows decode together
             policy=make_policy(deployment.runner, deployment.loaded),
             async_scheduling=name == "on",
         )

@@ -47,7 +47,7 @@ class Deployment:
             Tokenizer(self.loaded.checkpoint_dir / "tokenizer.json"),
             decode_steps_per_prefill_chunk=config.scheduler.decode_steps_per_prefill_chunk,
             policy=make_policy(self.runner, self.loaded),
-            async_scheduling=config.scheduler.async_scheduling,
+            async_scheduling=config.has_step_in_flight,
         )
 
 

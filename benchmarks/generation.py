@@ -6,8 +6,9 @@ text count, the prompt does not, because both deployments compute it alike. The 
 kept beside it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 from benchmarks.timing import interleave
@@ -88,19 +89,51 @@ def run_workload(llm: LLM, workload: Workload) -> Run:
 
 
 def compare_llms(llms: dict[str, LLM], workload: Workload, repeats: int) -> dict[str, list[Run]]:
-    """Passes of several LLMs over one workload, taking turns, after one that is not counted."""
+    """Passes of several LLMs over one workload, after one that is not counted.
+
+    They take turns after every batch of prompts, not after every pass: the machine's speed changes
+    within seconds, which is less than a pass takes.
+    """
+    batches = split_workload(workload)
     runs: dict[str, list[Run]] = {name: [] for name in llms}
+    for _ in range(repeats + 1):
+        parts: dict[str, list[Run]] = {name: [] for name in llms}
 
-    def make(name: str) -> Callable[[], float]:
-        def sample() -> float:
-            run = run_workload(llms[name], workload)
-            runs[name].append(run)
-            return run.rate
+        def sample(name: str, batch: Workload, found: dict[str, list[Run]] = parts) -> float:
+            found[name].append(run_workload(llms[name], batch))
+            return found[name][-1].seconds
 
-        return sample
-
-    interleave({name: make(name) for name in llms}, repeats + 1)
+        for number, batch in enumerate(batches):
+            names = list(llms) if number % 2 == 0 else list(reversed(llms))
+            interleave({name: partial(sample, name, batch) for name in names}, 1)
+        for name, found in parts.items():
+            runs[name].append(join_runs(found))
     return {name: found[1:] for name, found in runs.items()}
+
+
+def split_workload(workload: Workload) -> list[Workload]:
+    """A workload for each batch of its prompts, with the seeds that they have in the whole one."""
+    return [
+        replace(
+            workload,
+            prompts=workload.prompts[start : start + workload.batch],
+            first_seed=workload.first_seed + start,
+        )
+        for start in range(0, len(workload.prompts), workload.batch)
+    ]
+
+
+def join_runs(parts: Sequence[Run]) -> Run:
+    """The pass that several runs are parts of."""
+    return Run(
+        num_emitted=sum(run.num_emitted for run in parts),
+        seconds=sum(run.seconds for run in parts),
+        prefill_seconds=sum(run.prefill_seconds for run in parts),
+        verified=tuple(map(sum, zip(*(run.verified for run in parts), strict=True))),
+        accepted=tuple(map(sum, zip(*(run.accepted for run in parts), strict=True))),
+        num_rounds=sum(run.num_rounds for run in parts),
+        token_ids=tuple(ids for run in parts for ids in run.token_ids),
+    )
 
 
 def acceptance(run: Run) -> list[float]:

@@ -139,7 +139,7 @@ class RegionCompiler:
                         f"opaque call {function} returned a value; it must return None"
                     )
             if self._recorder is not None:
-                self._recorder.add(spread, args)
+                self._recorder.add_opaque(str(function), spread, args)
 
         return call
 
@@ -181,7 +181,7 @@ class RegionCompiler:
                     self.counters.count_loaded(region.name)
                     if self.progress is not None:
                         self.progress.advance()
-                self._add(region, variant.function(), inner, variant.written, args)
+                self._add(region, variant.call(inner), args)
                 variant.function()(inner)
             return True
         return False
@@ -192,7 +192,7 @@ class RegionCompiler:
 
             def plain(*args: Any) -> object:
                 if self._recorder is not None:
-                    self._recorder.add(spread, args)
+                    self._recorder.add_region(region.name, spread, args, "")
                 return region.function(*args)
 
             return plain
@@ -316,23 +316,19 @@ class RegionCompiler:
                 f"region {region.name!r}: AOTAutograd rebuilds its arguments at run time; some "
                 "that it writes share memory with others"
             )
-        self._add(region, call.function, call.args, call.written, self._current_args)
+        self._add(region, call, self._current_args)
 
-    def _add(
-        self,
-        region: Region,
-        function: Callable[[list[Any]], object],
-        inner: Sequence[Any],
-        written: frozenset[int],
-        args: Sequence[Any],
-    ) -> None:
-        """Append innermost arguments to the recorded program, if no write meets another."""
+    def _add(self, region: Region, call: InnerCall, args: Sequence[Any]) -> None:
+        """Append a call to the recorded program, if no write meets another argument.
+
+        args: as the caller gave them, for messages.
+        """
         if self._recorder is None:
             return
-        overlap = find_overlap(inner, written)
+        overlap = find_overlap(call.args, call.written)
         if overlap is not None:
-            left, right = (region.describe_argument(inner[i], args) for i in overlap)
+            left, right = (region.describe_argument(call.args[i], args) for i in overlap)
             raise RegionError(
                 f"region {region.name!r} writes {left}, which shares memory with {right}"
             )
-        self._recorder.add(function, inner)
+        self._recorder.add_region(region.name, call.function, call.args, call.code)

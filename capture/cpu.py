@@ -6,35 +6,37 @@ recorded calls become a `CpuGraph`; each replay makes the same calls with the sa
 nothing in between.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from decodegrid.capture.backend import Step
 from decodegrid.capture.compile import RegionCompiler
-from decodegrid.capture.program import Program, ProgramRecorder
+from decodegrid.capture.program import ProgramNode, ProgramRecorder
 
 
 class CpuGraph:
     """A captured step on the CPU."""
 
-    __slots__ = ("_program", "key")
+    __slots__ = ("_calls", "key", "nodes")
 
-    def __init__(self, key: Hashable, program: Program) -> None:
+    def __init__(self, key: Hashable, nodes: Sequence[ProgramNode]) -> None:
         self.key = key
-        self._program = tuple(program)
+        self.nodes = tuple(nodes)
+        """What a replay calls, in order."""
+        self._calls = tuple((node.function, node.args) for node in nodes)
 
     @property
     def num_nodes(self) -> int:
         """Regions and opaque calls in the program."""
-        return len(self._program)
+        return len(self.nodes)
 
     def replay(self) -> None:
         """Run the program on what its static buffers hold now."""
         with torch.no_grad():
             # Compiled code empties the list it is given to free its arguments early, so each call
             # gets a copy.
-            for function, args in self._program:
+            for function, args in self._calls:
                 function(args[:])
 
 

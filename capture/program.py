@@ -8,14 +8,25 @@ turns the entries into a graph.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Program = list[tuple[Callable[[list[Any]], object], list[Any]]]
-"""Callables that take one list, which they may empty, each with the list it is bound to."""
+
+class ProgramNode(NamedTuple):
+    """One call of a program."""
+
+    name: str
+    """The region, or the opaque call."""
+    is_region: bool
+    function: Callable[[list[Any]], object]
+    """Takes one list, which it may empty."""
+    args: list[Any]
+    """The list it is bound to."""
+    code: str
+    """The generated module whose `call` is the function; empty where there is none."""
 
 
 class StrayOpError(ValueError):
@@ -67,7 +78,7 @@ class ProgramRecorder:
     __slots__ = ("_guard", "program")
 
     def __init__(self) -> None:
-        self.program: Program = []
+        self.program: list[ProgramNode] = []
         self._guard: AbstractContextManager[object] = StrayOpGuard()
 
     @contextmanager
@@ -87,9 +98,17 @@ class ProgramRecorder:
         finally:
             self._guard.__enter__()
 
-    def add(self, function: Callable[[list[Any]], object], args: Sequence[Any]) -> None:
-        """Append an entry; the tensors in `args` are kept alive and bound by identity."""
-        self.program.append((function, list(args)))
+    def add_region(
+        self, name: str, function: Callable[[list[Any]], object], args: Sequence[Any], code: str
+    ) -> None:
+        """Append a region's call; the tensors in `args` are kept alive and bound by identity."""
+        self.program.append(ProgramNode(name, True, function, list(args), code))
+
+    def add_opaque(
+        self, name: str, function: Callable[[list[Any]], object], args: Sequence[Any]
+    ) -> None:
+        """Append an uncompiled call."""
+        self.program.append(ProgramNode(name, False, function, list(args), ""))
 
 
 class SpreadCall:

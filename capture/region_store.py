@@ -21,6 +21,7 @@ from typing import Any
 from torch._inductor.codecache import PyCodeCache
 
 from decodegrid.capture.binding import Binding
+from decodegrid.capture.lowering import InnerCall
 
 _FORMAT = 2
 _DAMAGE = (
@@ -66,6 +67,11 @@ class LoadedRegion:
     def bind(self, args: Sequence[Any]) -> list[Any] | None:
         """The innermost arguments of a call, or None where this variant does not fit it."""
         return self._stored.binding.bind(args)
+
+    def call(self, inner: Sequence[Any]) -> InnerCall:
+        """A call with arguments that `bind` gave."""
+        stored = self._stored
+        return InnerCall(self.function(), inner, inner, stored.written, stored.code)
 
     def function(self) -> Callable[[list[Any]], object]:
         """The innermost callable; takes one list, which it may empty."""

@@ -151,10 +151,11 @@ class SchedulerSection(Section):
     "completion": only decodes, from states handed over; a request waits until there are blocks for
     its full length."""
 
-    async_scheduling: bool = True
+    async_scheduling: bool | Literal["auto"] = "auto"
     """Whether a decode step is launched before the results of the last one are looked at, so that
     the host's work is hidden behind the device's. The text is the same either way. A request's end
-    is seen one step late, which costs its row in that step."""
+    is seen one step late, which costs its row in that step. "auto": on CUDA. On the CPU a launch
+    returns when its step has run, which leaves nothing to hide behind."""
 
 
 class PrefillSection(Section):

@@ -17,12 +17,19 @@ from decodegrid.capture.lowering import CompileOptions
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.graphs.state import Capacity
 
-CODE_FOLDERS = ("capture", "graphs", "kernels")
-"""Sources that decide what is traced and how it is compiled."""
+CODE_FOLDERS = ("graphs", "kernels")
+"""Sources that decide what is traced."""
+COMPILING_FILES = (
+    "backend.py", "binding.py", "compile.py", "counters.py", "cpu.py", "lowering.py", "phases.py",
+    "program.py", "region.py", "region_store.py",
+)  # fmt: skip
+"""Of capture/, the files that compile a region, keep it and call it, with all that they import."""
 
 
 def source_files(root: Path) -> Iterator[Path]:
     """The Python and C++ sources below `root` that decide about generated code, in order."""
+    for name in COMPILING_FILES:
+        yield root / "capture" / name
     for folder in CODE_FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in (".py", ".cpp", ".h"):

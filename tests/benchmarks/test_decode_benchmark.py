@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from benchmarks.deployments import WITHOUT_DRAFTER, load_deployment
-from benchmarks.generation import Run, acceptance, same_output_share
+from benchmarks.generation import (
+    Run,
+    Workload,
+    acceptance,
+    compare_llms,
+    join_runs,
+    same_output_share,
+    split_workload,
+)
 from benchmarks.machine import parse_memory
 from benchmarks.prompts import STORIES, STRUCTURED, ChatPrompt, encode_prompts
 from benchmarks.results import SCHEMA, check_result, write_result
@@ -208,3 +216,24 @@ def test_deployments_that_cannot_be_compared() -> None:
         load_deployment(None, ("model.device=cuda",))
     assert load_deployment(None, ()).config.max_num_query_tokens == 48
     assert load_config(None, WITHOUT_DRAFTER).config.max_num_query_tokens == 8
+
+
+def test_engines_take_turns_after_every_batch_with_the_seeds_of_the_whole_pass(monkeypatch):
+    workload = Workload("five", ((1,), (2,), (3,), (4,), (5,)), 2, 7, first_seed=30)
+    assert [(part.prompts, part.first_seed) for part in split_workload(workload)] == [
+        (((1,), (2,)), 30), (((3,), (4,)), 32), (((5,),), 34),
+    ]  # fmt: skip
+    calls = []
+
+    def run(llm, part):
+        calls.append((llm, part.prompts[0][0]))
+        count = len(part.prompts)
+        return Run(count, 2.0 * count, 0.5, (count, 0), (0, count), count, part.prompts)
+
+    monkeypatch.setattr("benchmarks.generation.run_workload", run)
+    runs = compare_llms({"a": "A", "b": "B"}, workload, 2)
+    one_pass = [("A", 1), ("B", 1), ("B", 3), ("A", 3), ("A", 5), ("B", 5)]
+    assert calls == one_pass * 3
+    whole = Run(5, 10.0, 1.5, (5, 0), (0, 5), 5, workload.prompts)
+    assert runs == {"a": [whole] * 2, "b": [whole] * 2}
+    assert join_runs([whole]) == whole

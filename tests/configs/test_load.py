@@ -236,8 +236,11 @@ def test_fields_that_contradict_each_other_are_all_named(write: Write) -> None:
 
 
 def test_fresh_rates_need_coupled_verification_and_no_step_in_flight(write: Write) -> None:
-    path = write("scheduler: {async_scheduling: false}\nspeculation:\n  budget_rates: fresh\n")
-    load_config(path)
+    path = write("speculation:\n  budget_rates: fresh\n")
+    assert load_config(path).config.scheduler.async_scheduling == "auto"
+    load_config(path, ["scheduler.async_scheduling=false"])
+    (error,) = errors_of(path, "model.device=cuda")
+    assert "scheduler.async_scheduling = auto on cuda" in error
     (error,) = errors_of(path, "speculation.verify=rejection")
     assert 'speculation.budget_rates: must be "delayed" with speculation.verify' in error
     (error,) = errors_of(path, "scheduler.async_scheduling=true")

@@ -97,8 +97,8 @@ def generated_modules(run):
     captured = run.runner._graphs
     graphs = (*captured.fused.values(), *captured.prefill.values())
     for graph in graphs:
-        for function, _ in graph._program:
-            code = getattr(function, "__func__", function)
+        for node in graph.nodes:
+            code = getattr(node.function, "__func__", node.function)
             names = getattr(code, "__globals__", {})
             if "empty_strided_cpu" in names:
                 found[names["__file__"]] = names
