@@ -144,14 +144,14 @@ class Oracle:
 
     def _adjusted(self, job: Job, logits: torch.Tensor, before: tuple[int, ...]) -> torch.Tensor:
         params, result = job.params, logits.clone()
+        for token, bias in (params.logit_bias or {}).items():
+            result[token] += bias
         for token in {*job.prompt, *before}:
             value = float(result[token])
             factor = params.repetition_penalty
             result[token] = value / factor if value > 0 else value * factor
         for token, count in Counter(before).items():
             result[token] -= params.frequency_penalty * count + params.presence_penalty
-        for token, bias in (params.logit_bias or {}).items():
-            result[token] += bias
         return result
 
     def check_form(self, job: Job, output: CompletionOutput) -> None:
