@@ -24,13 +24,14 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 CHECKED_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow soak packaging bench check typing wheel setup clean check-machine
+.PHONY: help demo test slow soak browser packaging bench check typing wheel setup clean check-machine
 
 help:
 	@echo "make demo        set up, capture the grid of the embedded model, decode three prompts"
 	@echo "make test        set up and run the tests"
 	@echo "make slow        the tests that take minutes"
 	@echo "make soak        one engine under clients of all kinds for SOAK_SECONDS"
+	@echo "make browser     the report page in Chromium (Debian: chromium, chromium-driver)"
 	@echo "make packaging   the tests that build the wheel"
 	@echo "make check       ruff and mypy"
 	@echo "make typing      links that let type checkers and editors see decodegrid.<folder>"
@@ -55,6 +56,10 @@ slow: .venv/.ready-dev
 soak: .venv/.ready-dev
 	DECODEGRID_SOAK_SECONDS=$(SOAK_SECONDS) OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest -q -s -m slow tests/engine/test_soak.py
+
+browser: .venv/.ready-dev
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[browser]'
+	$(BIN)/python -m pytest -q -m browser
 
 packaging: .venv/.ready-dev
 	$(BIN)/python -m pytest -q -m packaging
@@ -125,9 +130,9 @@ check-machine:
 	@touch $@
 
 .venv/.ready-run: .venv/.ready-torch pyproject.toml | check-machine
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e .
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[report]'
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready-run | check-machine
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,cross-check]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,report,cross-check]'
 	@touch $@

@@ -44,10 +44,10 @@ from benchmarks.step_time import (
     empty_region_seconds,
 )
 from benchmarks.timing import Spread, interleave, paired_ratio, spread
-from benchmarks.work import StepShape, step_work
 from decodegrid.capture.grid import GraphKey
 from decodegrid.capture.lowering import CompileOptions
 from decodegrid.configs.load import load_config
+from decodegrid.engine.ledger_work import StepShape, step_work
 
 SHORT_CONTEXT, LONG_CONTEXT = 64, 1000
 POOL_FACTOR = 16

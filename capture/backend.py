@@ -41,7 +41,8 @@ class CaptureBackend(Protocol):
     """A device's way to capture steps."""
 
     def capture(self, key: Hashable, step: Step) -> CapturedGraph:
-        """Run the step at least once and capture it; its side effects on state really happen.
+        """Run the step and capture it; what it writes is really written, unless the back end knows
+        the step's code beforehand and has nothing to run.
 
         Raises:
             ValueError: the step does something that a replay would not repeat.

@@ -10,13 +10,11 @@ Dynamo makes the same checks from guards, which do not outlive the process.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
-import sympy  # type: ignore[import-untyped]
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+
+from decodegrid.capture.code_sizes import parse_expression
 
 Size = int | str | None
 """A number; an expression over symbols, as text; or None where any number will do."""
@@ -62,17 +60,6 @@ class InnerSource:
                 return leaf.storage_offset()
 
 
-@lru_cache(maxsize=4096)
-def _parse(text: str) -> Any:
-    names = {"FloorDiv": FloorDiv, "Mod": Mod, "PythonMod": PythonMod}
-    return sympy.sympify(text, locals=names)
-
-
-def _evaluate(text: str, sizes: dict[str, int]) -> Any:
-    parsed = _parse(text)
-    return parsed.subs({symbol: sizes[symbol.name] for symbol in parsed.free_symbols})
-
-
 def flatten(args: Sequence[Any]) -> tuple[tuple[int, ...], list[Any]]:
     """Structure and leaves of a call: -1 for a single argument, n for a list or tuple of n."""
     structure: list[int] = []
@@ -97,6 +84,8 @@ class Binding:
     guards: tuple[str, ...]
     """Relations between symbols, as text."""
     _checked: dict[tuple[int, ...], bool] = field(default_factory=dict, compare=False, repr=False)
+    _leaf_checks: list["_LeafCheck"] = field(default_factory=list, compare=False, repr=False)
+    """One for each leaf; made by the first call."""
 
     def bind(self, args: Sequence[Any]) -> list[Any] | None:
         """The innermost arguments of a call, or None where the compilation does not fit it."""
@@ -105,19 +94,27 @@ class Binding:
             return None
         sizes: dict[str, int] = {}
         later: list[tuple[str, int]] = []
-        for leaf, facts in zip(leaves, self.leaves, strict=True):
-            if not isinstance(leaf, torch.Tensor) or not _fits(leaf, facts, sizes, later):
+        if not self._leaf_checks:
+            self._leaf_checks.extend(map(_LeafCheck.of, self.leaves))
+        for leaf, check in zip(leaves, self._leaf_checks, strict=True):
+            if check.known.get(id(leaf)) is leaf:
+                continue
+            if not isinstance(leaf, torch.Tensor) or not check.fits(leaf, sizes, later):
                 return None
         key = (*sizes.values(), *(value for _, value in later))
         if key not in self._checked:
             self._checked[key] = all(
-                _evaluate(text, sizes) == value for text, value in later
-            ) and all(bool(_evaluate(text, sizes)) for text in self.guards)
+                parse_expression(text).value(sizes) == value for text, value in later
+            ) and all(bool(parse_expression(text).value(sizes)) for text in self.guards)
         if not self._checked[key]:
             return None
-        inner = [source.of(leaves) for source in self.inputs]
-        for source, value in zip(self.inputs, inner, strict=True):
-            if source.part == "offset" and value < 2:
+        inner: list[Any] = []
+        for source in self.inputs:
+            if source.part == "tensor":
+                inner.append(leaves[source.leaf])
+                continue
+            inner.append(source.of(leaves))
+            if source.part == "offset" and inner[-1] < 2:
                 return None
         return inner
 
@@ -149,7 +146,8 @@ class Binding:
         return binding
 
     def check(self) -> None:
-        """Raise BindingError, TypeError or a sympy error for parts that do not fit together."""
+        """Raise BindingError, TypeError, SyntaxError or one of sympy's errors for parts that do not
+        fit together."""
         count = sum(max(size, 1) if size else 0 for size in self.structure)
         if count != len(self.leaves) or any(size < -1 for size in self.structure):
             raise BindingError(f"structure {self.structure} has not {len(self.leaves)} leaves")
@@ -167,30 +165,55 @@ class Binding:
         _check_symbols(self.leaves, self.guards)
 
 
-def _fits(
-    leaf: torch.Tensor, facts: TensorFacts, sizes: dict[str, int], later: list[tuple[str, int]]
-) -> bool:
-    """Check one tensor; adds symbols to `sizes` and expressions with their values to `later`."""
-    if str(leaf.dtype) != facts.dtype or leaf.device.type != facts.device:
-        return False
-    if leaf.dim() != len(facts.sizes):
-        return False
-    for have, want in (
-        *zip(leaf.shape, facts.sizes, strict=True),
-        *zip(leaf.stride(), facts.strides, strict=True),
-    ):
-        if want is None:
-            continue
-        if isinstance(want, int):
-            if have != want:
+@dataclass(frozen=True, slots=True)
+class _LeafCheck:
+    """The facts of one tensor in the form that is compared fastest: a start makes tens of thousands
+    of these checks."""
+
+    dtype: torch.dtype
+    device: str
+    num_dims: int
+    whole: tuple[tuple[int, ...], tuple[int, ...]] | None
+    """Sizes and strides, where all are numbers."""
+    parts: tuple[Size, ...]
+    """Sizes, then strides."""
+    known: dict[int, torch.Tensor]
+    """Tensors that fit `whole`, by identity: weights and pools come again in every graph."""
+
+    @classmethod
+    def of(cls, facts: TensorFacts) -> "_LeafCheck":
+        parts = (*facts.sizes, *facts.strides)
+        numbers = tuple(part for part in parts if isinstance(part, int))
+        dims = len(facts.sizes)
+        whole = (numbers[:dims], numbers[dims:]) if len(numbers) == len(parts) else None
+        dtype = getattr(torch, facts.dtype.removeprefix("torch."))
+        return cls(dtype, facts.device, dims, whole, parts, {})
+
+    def fits(self, leaf: torch.Tensor, sizes: dict[str, int], later: list[tuple[str, int]]) -> bool:
+        """Check one tensor; adds symbols to `sizes` and expressions with their values to
+        `later`."""
+        if leaf.dtype != self.dtype or leaf.device.type != self.device:
+            return False
+        shape, strides = leaf.shape, leaf.stride()
+        if self.whole is not None:
+            fits = (shape, strides) == self.whole
+            if fits:
+                self.known[id(leaf)] = leaf
+            return fits
+        if len(shape) != self.num_dims:
+            return False
+        for have, want in zip((*shape, *strides), self.parts, strict=True):
+            if want is None or have == want:
+                continue
+            if isinstance(want, int):
                 return False
-        elif want.isidentifier():
-            # A symbol stands for 2 and more: 0 and 1 are compiled as constants.
-            if have < 2 or sizes.setdefault(want, have) != have:
-                return False
-        else:
-            later.append((want, have))
-    return True
+            if want.isidentifier():
+                # A symbol stands for 2 and more: 0 and 1 are compiled as constants.
+                if have < 2 or sizes.setdefault(want, have) != have:
+                    return False
+            else:
+                later.append((want, have))
+        return True
 
 
 def make_binding(
@@ -253,7 +276,7 @@ def _check_symbols(leaves: Sequence[TensorFacts], guards: Sequence[str]) -> None
     texts = [size for size in sizes if isinstance(size, str)]
     known = {text for text in texts if text.isidentifier()}
     for text in (*texts, *guards):
-        unknown = {symbol.name for symbol in _parse(text).free_symbols} - known
+        unknown = parse_expression(text).symbols - known
         if unknown:
             raise BindingError(f"{text} depends on {sorted(unknown)[0]}, the size of no argument")
 
@@ -281,7 +304,7 @@ def _concrete_facts(leaf: torch.Tensor, dynamic: tuple[int, ...]) -> TensorFacts
 
 
 def _guards(examples: Sequence[Any]) -> tuple[str, ...]:
-    environments: list[ShapeEnv] = []
+    environments: list[Any] = []
     for example in examples:
         values = [example] if isinstance(example, torch.SymInt) else [*example.shape]
         for value in values:
@@ -293,4 +316,4 @@ def _guards(examples: Sequence[Any]) -> tuple[str, ...]:
         for environment in environments
         for guard in environment.guards
     ]
-    return tuple(dict.fromkeys(str(guard) for guard in found if guard != sympy.true))
+    return tuple(dict.fromkeys(str(guard) for guard in found if str(guard) != "True"))

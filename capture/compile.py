@@ -16,10 +16,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch._dynamo.config as dynamo_config
-from torch._dynamo.exc import BackendCompilerFailed, RecompileError, TorchDynamoException
 
 from decodegrid.capture.binding import BindingError, make_binding
+from decodegrid.capture.code_module import CodeError
+from decodegrid.capture.code_tracing import call_traced, trace
 from decodegrid.capture.counters import CaptureCounters
 from decodegrid.capture.lowering import (
     CompileOptions,
@@ -33,8 +33,8 @@ from decodegrid.capture.lowering import (
 )
 from decodegrid.capture.phases import PhaseClock, Progress
 from decodegrid.capture.program import ProgramRecorder, SpreadCall, find_overlap
-from decodegrid.capture.region import Region, UnplannedCompilationError
-from decodegrid.capture.region_store import LoadedRegion, RegionStore, StoredRegion
+from decodegrid.capture.region import NotStoredError, Region, UnplannedCompilationError
+from decodegrid.capture.region_store import LoadedRegion, RegionStore
 from decodegrid.configs.env import set_inductor_cache_dir
 
 
@@ -65,9 +65,10 @@ class RegionCompiler:
         self._recorder: ProgramRecorder | None = None
         self._frozen = False
         self._current_args: tuple[Any, ...] = ()
-        if options.cache_dir is not None:
-            options.cache_dir.mkdir(parents=True, exist_ok=True)
-            set_inductor_cache_dir(options.cache_dir.resolve())
+        self._regions: list[Region] = []
+        self._bind_only = False
+        self._traced: dict[str, Callable[..., object]] = {}
+        """Dynamo's callables by region, made when a call first needs them."""
 
     @property
     def num_compilations(self) -> int:
@@ -119,8 +120,8 @@ class RegionCompiler:
         )
         own.__kwdefaults__ = function.__kwdefaults__
         region = Region(name, own, dynamic, variants, self._load(name, variants))
-        compiled = self._wrap(region)
-        region.bind_to(lambda *args: self._call(region, compiled, args))
+        self._regions.append(region)
+        region.bind_to(lambda *args: self._call(region, args))
         return region
 
     def opaque(self, function: Callable[..., object]) -> Callable[..., None]:
@@ -133,6 +134,9 @@ class RegionCompiler:
         spread = SpreadCall(function)
 
         def call(*args: Any) -> None:
+            if self._bind_only and self._recorder is not None:
+                self._recorder.add_opaque(str(function), spread, args)
+                return
             with torch.no_grad(), self._recorder.paused() if self._recorder else nullcontext():
                 if function(*args) is not None:
                     raise RegionError(
@@ -147,21 +151,33 @@ class RegionCompiler:
         """Refuse every further compilation."""
         self._frozen = True
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether every planned variant of every region is stored, code and all."""
+        return bool(self._regions) and all(
+            len(region.loaded) == region.variants and all(item.is_whole for item in region.loaded)
+            for region in self._regions
+        )
+
     @contextmanager
-    def recording(self, recorder: ProgramRecorder) -> Iterator[None]:
+    def recording(self, recorder: ProgramRecorder, *, bind_only: bool = False) -> Iterator[None]:
         """Append the calls made in the block to a program, and refuse operations outside of calls.
+
+        bind_only: the calls are bound to stored code and not made; nothing is written. What such a
+        block may do was checked when the code was stored, whose key has the step's source.
 
         Raises:
             RuntimeError: another recorder is active.
+            NotStoredError: `bind_only`, and no stored variant fits a call.
         """
         if self._recorder is not None:
             raise RuntimeError("a step is already being recorded; captures cannot be nested")
-        self._recorder = recorder
+        self._recorder, self._bind_only = recorder, bind_only
         try:
-            with recorder.recording():
+            with nullcontext() if bind_only else recorder.recording():
                 yield
         finally:
-            self._recorder = None
+            self._recorder, self._bind_only = None, False
 
     def _load(self, name: str, variants: int) -> list[LoadedRegion]:
         if self.store is None:
@@ -172,42 +188,49 @@ class RegionCompiler:
         """Run a stored variant, if one fits the call."""
         for variant in region.loaded:
             inner = variant.bind(args)
-            if inner is None or not (variant.is_used or self._may_compile(region)):
+            if inner is None or not (variant.is_used or self._take(region, variant)):
                 continue
+            if self._bind_only and self._recorder is not None:
+                call = variant.function(), inner, variant.stored.code
+                self._recorder.add_region(region.name, *call)
+                return True
             with torch.no_grad(), self._recorder.paused() if self._recorder else nullcontext():
-                if not variant.is_used:
-                    with self._clock.phase("load regions") if self._clock else nullcontext():
-                        variant.function()
-                    self.counters.count_loaded(region.name)
-                    if self.progress is not None:
-                        self.progress.advance()
                 self._add(region, variant.call(inner), args)
                 variant.function()(inner)
             return True
         return False
 
-    def _wrap(self, region: Region) -> Callable[..., object]:
-        if self.options.backend == "none":
-            spread = SpreadCall(region.function)
+    def _take(self, region: Region, variant: LoadedRegion) -> bool:
+        """Load a stored variant's code and count it; False where another is not planned, or where
+        the code does not load."""
+        if not self._may_compile(region):
+            return False
+        if not variant.is_whole:
+            self._use_cache_dir()
+        try:
+            with self._clock.phase("load regions") if self._clock else nullcontext():
+                variant.function()
+        except CodeError as error:
+            assert self.store is not None
+            self.store.reject(region.name, variant, str(error))
+            region.loaded = tuple(other for other in region.loaded if other is not variant)
+            return False
+        self.counters.count_loaded(region.name)
+        if self.progress is not None:
+            self.progress.advance()
+        return True
 
-            def plain(*args: Any) -> object:
-                if self._recorder is not None:
-                    self._recorder.add_region(region.name, spread, args, "")
-                return region.function(*args)
+    def _use_cache_dir(self) -> None:
+        """Make torch keep what it compiles where the options say; before it compiles anything."""
+        if self.options.cache_dir is not None:
+            self.options.cache_dir.mkdir(parents=True, exist_ok=True)
+            set_inductor_cache_dir(self.options.cache_dir.resolve())
 
-            return plain
-
-        def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            return self._compile(region, module, inputs)
-
-        compiled: Callable[..., object] = torch.compile(
-            region.function, backend=backend, fullgraph=True
-        )
-        return compiled
-
-    def _call(self, region: Region, compiled: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def _call(self, region: Region, args: tuple[Any, ...]) -> None:
         if region.loaded and self._call_loaded(region, args):
             return
+        if self._bind_only:
+            raise NotStoredError(region.name)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self._recorder is not None:
@@ -216,23 +239,26 @@ class RegionCompiler:
                 self._enter_compiler(stack, region, args)
             outer_args, self._current_args = self._current_args, args
             try:
-                result = compiled(*args)
-            except BackendCompilerFailed as error:
-                inner = error.inner_exception
-                error.add_note(f"while compiling region {region.name!r}")
-                if isinstance(inner, UnplannedCompilationError):
-                    reason = self._guard_failure(compiled, args)
-                    raise UnplannedCompilationError(f"{inner}: {reason}") from None
-                if isinstance(inner, RegionError):
-                    raise inner from None
-                raise
-            except TorchDynamoException as error:
-                error.add_note(f"while tracing region {region.name!r}")
-                raise
+                if self.options.backend == "none":
+                    result = self._call_plain(region, args)
+                else:
+                    result = self._call_compiled(region, args)
             finally:
                 self._current_args = outer_args
         if result is not None:
             raise RegionError(f"region {region.name!r} returned {type(result).__name__}, not None")
+
+    def _call_plain(self, region: Region, args: tuple[Any, ...]) -> object:
+        if self._recorder is not None:
+            self._recorder.add_region(region.name, SpreadCall(region.function), args, "")
+        return region.function(*args)
+
+    def _call_compiled(self, region: Region, args: tuple[Any, ...]) -> object:
+        if region.name not in self._traced:
+            self._traced[region.name] = trace(
+                region.function, lambda module, inputs: self._compile(region, module, inputs)
+            )
+        return call_traced(region.name, self._traced[region.name], args)
 
     def _may_compile(self, region: Region) -> bool:
         if self._frozen or self.options.backend == "none":
@@ -241,24 +267,13 @@ class RegionCompiler:
 
     def _enter_compiler(self, stack: ExitStack, region: Region, args: tuple[Any, ...]) -> None:
         arguments = dict(zip(region.parameters, args, strict=True))
+        self._use_cache_dir()
         stack.enter_context(compile_settings(self.options))
         stack.enter_context(marked_dynamic(region.name, region.dynamic, arguments))
         if self._clock is not None:
             stack.enter_context(self._clock.phase(f"compile {region.name}"))
         if self.progress is not None:
             self.progress.describe(f"compile {region.name}")
-
-    def _guard_failure(self, compiled: Callable[..., object], args: tuple[Any, ...]) -> str:
-        """Why the compiled variants do not fit a call: the same call again, made to fail with a
-        reason."""
-        try:
-            with dynamo_config.patch(error_on_recompile=True):
-                compiled(*args)
-        except RecompileError as error:
-            return str(error)
-        except BackendCompilerFailed:
-            pass
-        return "it was never compiled before"
 
     def _compile(
         self, region: Region, module: torch.fx.GraphModule, inputs: list[Any]
@@ -304,7 +319,7 @@ class RegionCompiler:
         except BindingError as error:
             store.notes.append(f"region {region.name!r} is not stored: {error}")
             return
-        store.save(region.name, StoredRegion(call.code, binding, call.written))
+        store.keep(region.name, call, binding)
 
     def _record(self, region: Region, call: InnerCall) -> None:
         """Append a call to the recorded program, if its arguments are the caller's own."""

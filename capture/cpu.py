@@ -7,12 +7,14 @@ nothing in between.
 """
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 
 import torch
 
 from decodegrid.capture.backend import Step
 from decodegrid.capture.compile import RegionCompiler
 from decodegrid.capture.program import ProgramNode, ProgramRecorder
+from decodegrid.capture.region import NotStoredError
 
 
 class CpuGraph:
@@ -52,14 +54,21 @@ class CpuBackend:
         """Run the step once under a recorder and keep the calls that it made.
 
         Regions that were not called before are compiled on the way. The state that the step writes
-        is really written.
+        is really written, except where all regions are stored: then nothing is computed.
 
         Raises:
             StrayOpError: a tensor operation other than a view ran outside of a region; names it.
             ValueError: the step made no call at all.
         """
+        if self._compiler.is_stored:
+            # A call that only has to be bound to a region's code need not be made.
+            with suppress(NotStoredError):
+                return self._record(key, step, bind_only=True)
+        return self._record(key, step, bind_only=False)
+
+    def _record(self, key: Hashable, step: Step, *, bind_only: bool) -> CpuGraph:
         recorder = ProgramRecorder()
-        with torch.no_grad(), self._compiler.recording(recorder):
+        with torch.no_grad(), self._compiler.recording(recorder, bind_only=bind_only):
             step()
         if not recorder.program:
             raise ValueError(f"the step for {key} called no region of this compiler")

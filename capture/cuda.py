@@ -24,8 +24,13 @@ class CudaGraph:
 
     @property
     def num_nodes(self) -> int:
-        """Always 0: torch does not tell the number of nodes of an instantiated graph."""
+        """Always 0: counting them takes cuda-python (`decodegrid.capture.cuda_nodes`)."""
         return 0
+
+    @property
+    def raw_graph(self) -> int:
+        """The cudaGraph_t that was captured, for cuda-python."""
+        return self._graph.raw_cuda_graph()
 
     def replay(self) -> None:
         """Enqueue the graph on the current stream; does not wait for it."""
@@ -57,7 +62,8 @@ class CudaBackend:
     def capture(self, key: Hashable, step: Step) -> CudaGraph:
         """Warm the step up and capture it; the warm-ups really write state, the capture does
         not."""
-        graph = torch.cuda.CUDAGraph()
+        # Kept beside what is instantiated from it, so that its nodes can be read.
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.device(self._device), torch.no_grad():
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
@@ -69,5 +75,6 @@ class CudaBackend:
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 step()
+            graph.instantiate()
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return CudaGraph(key, graph)

@@ -5,23 +5,23 @@ region's work happens outside the compiled code. Does not count or plan compilat
 (`decodegrid.capture.compile`). Data flow: Dynamo hands a graph to `lower_eager` or
 `lower_inductor`; the callable that comes back reports each of its calls, with the innermost
 callable and its flat arguments, to a hook.
+
+torch's compiler is imported by the functions that use it: a start that compiles nothing is done
+before it would be loaded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-import torch._dynamo.config as dynamo_config
-import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
-import torch.fx.experimental._config as symbolic_config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.output_code import CompiledFxGraph
 
 from decodegrid.capture.program import SpreadCall
+
+if TYPE_CHECKING:
+    from torch._inductor.output_code import CompiledFxGraph
 
 Backend = Literal["inductor", "eager", "none"]
 MARK_PREFIXES = ("_dynamo_", "_has_dynamo_", "_specialize_on")
@@ -69,6 +69,11 @@ CallHook = Callable[[InnerCall], None]
 @contextmanager
 def compile_settings(options: CompileOptions) -> Iterator[None]:
     """The torch settings under which regions are compiled."""
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+    import torch.fx.experimental._config as symbolic_config
+
     threads = options.num_threads
     with ExitStack() as stack:
         # Only marked dimensions are symbolic; a change anywhere else is a compilation, which is
@@ -120,6 +125,9 @@ def lower_inductor(
         RegionError: AOTAutograd keeps some of the region's writes for after the compiled code, or
             there is nothing to compile.
     """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.output_code import CompiledFxGraph
+
     outer_args: list[Sequence[Any]] = []
 
     def inner_compile(
@@ -179,7 +187,7 @@ def written_inputs(module: torch.fx.GraphModule) -> frozenset[int]:
     return frozenset(written)
 
 
-def innermost_callable(compiled: CompiledFxGraph) -> Callable[[list[Any]], object]:
+def innermost_callable(compiled: "CompiledFxGraph") -> Callable[[list[Any]], object]:
     """The generated function below inductor's own bookkeeping; takes one list and empties it."""
     innermost = compiled.current_callable
     if innermost is None:

@@ -8,6 +8,7 @@ turns the entries into a graph.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,12 @@ class StrayOpGuard(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps the method below so that Dynamo never compiles it; it would import
+        all of Dynamo to do so, and Dynamo never runs under this mode (`ProgramRecorder.paused`)."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,
@@ -60,6 +67,7 @@ class StrayOpGuard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@lru_cache(maxsize=256)
 def is_view_op(func: torch._ops.OpOverload) -> bool:
     """Whether an operator only returns views of its arguments and writes nothing."""
     schema = func._schema
@@ -135,16 +143,27 @@ def find_overlap(args: Sequence[Any], written: frozenset[int]) -> tuple[int, int
         (written index, other index), or None. Adjacent or interleaved views of one storage do not
         overlap.
     """
-    by_storage: dict[int, list[int]] = {}
-    for index, arg in enumerate(args):
-        if isinstance(arg, torch.Tensor) and arg.numel():
-            by_storage.setdefault(arg.untyped_storage().data_ptr(), []).append(index)
-    for indices in by_storage.values():
-        for one in indices:
-            for other in indices:
-                if one in written and one != other and _overlap(args[one], args[other]):
-                    return one, other
+    if not written:
+        return None
+    spans = [_span(arg) for arg in args]
+    for one in sorted(written):
+        start, end = spans[one]
+        for other, (other_start, other_end) in enumerate(spans):
+            meets = other_start < end and start < other_end and one != other
+            if meets and _overlap(args[one], args[other]):
+                return one, other
     return None
+
+
+def _span(arg: object) -> tuple[int, int]:
+    """Addresses from a tensor's first byte to behind its last one; empty for anything else."""
+    if not isinstance(arg, torch.Tensor) or not arg.numel():
+        return 0, 0
+    start = arg.data_ptr()
+    if arg.is_contiguous():
+        return start, start + arg.nbytes
+    steps = zip(arg.shape, arg.stride(), strict=True)
+    return start, start + (sum((size - 1) * step for size, step in steps) + 1) * arg.itemsize
 
 
 def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:

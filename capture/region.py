@@ -16,6 +16,10 @@ class UnplannedCompilationError(RuntimeError):
     """A region call would need a compilation that is not planned, or comes after `freeze`."""
 
 
+class NotStoredError(RuntimeError):
+    """A call that was only to be bound needs a compilation; names the region."""
+
+
 class Region:
     """One function of tensors that writes into its arguments; made by `RegionCompiler.region`."""
 

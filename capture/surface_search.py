@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decodegrid.capture.grid import GraphKey
+from decodegrid.capture.profile_document import ProfileError, read_profile
 from decodegrid.capture.surface import Surface, SurfaceError
 
 
@@ -81,7 +82,7 @@ def find_surface(directory: Path, wish: SurfaceWish, now: float) -> tuple[Surfac
 
 
 def read_surface(path: Path) -> Surface:
-    """A surface from a file.
+    """A surface from a file: a kept one, or the first of a profile.
 
     Raises:
         SurfaceError: names the file and what of it is wrong.
@@ -91,4 +92,9 @@ def read_surface(path: Path) -> Surface:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise SurfaceError(f"{path}: not readable as JSON: {error}") from None
+    if isinstance(data, dict) and "surfaces" in data:
+        try:
+            return read_profile(path).surfaces[0].surface()
+        except ProfileError as error:
+            raise SurfaceError(str(error)) from None
     return Surface.from_json(data, str(path))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from uuid import uuid4
 
+from decodegrid.capture.fact_text import differing_parts
 from decodegrid.capture.grid import GraphKey
 from decodegrid.capture.surface import Surface, SurfaceError
 
@@ -123,7 +124,8 @@ def _differences(
     for name in sorted(surface.facts.keys() | facts.keys()):
         theirs, ours = surface.facts.get(name, "(absent)"), facts.get(name, "(absent)")
         if theirs != ours:
-            wrong.append(f"{name} was {theirs}, now {ours}")
+            parts = differing_parts(name, theirs, ours)
+            wrong.append(", ".join(f"{part} was {old}, now {new}" for part, old, new in parts))
     if surface.context_len != context_len:
         wrong.append(f"context_len was {surface.context_len}, now {context_len}")
     lost, extra = sorted(keys - surface.points.keys()), sorted(surface.points.keys() - keys)

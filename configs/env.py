@@ -39,3 +39,12 @@ def set_inductor_cache_dir(directory: Path) -> None:
     from outside: the deployment says where caches are. Call it before the first compilation.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
+
+
+def set_tensor_pointer(address: int) -> None:
+    """Tell libraries of generated code where torch's function for a tensor's memory is.
+
+    Writes _TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR, which such a library reads when it is loaded and
+    without which it refuses; torch writes it too when it loads one.
+    """
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)

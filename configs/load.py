@@ -94,11 +94,24 @@ class LoadedConfig:
         return self._resolve("compile.cache_dir", self.config.compile.cache_dir)
 
     @property
+    def package_dir(self) -> Path | None:
+        """Directory of the package to start from, absolute; None where none is named."""
+        if not self.config.compile.package:
+            return None
+        return self._resolve("compile.package", self.config.compile.package)
+
+    @property
     def dump_dir(self) -> Path:
         """Directory of dumps, absolute; not created here. Raises ValueError as cache_dir does."""
         if not self.config.dumps.directory:
             return self.cache_dir / "dumps"
         return self._resolve("dumps.directory", self.config.dumps.directory)
+
+    @property
+    def api_keys_path(self) -> Path | None:
+        """File of the server's API keys, absolute; None where none is named."""
+        name = self.config.server.api_keys_file
+        return self._resolve("server.api_keys_file", name) if name else None
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """(dotted key, value as YAML text, origin) for every field, in the schema's order."""

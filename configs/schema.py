@@ -25,6 +25,7 @@ from decodegrid.configs.sections import (
     SpeculationSection,
     SurfaceSection,
 )
+from decodegrid.configs.server_section import ServerSection
 
 
 class CrossFieldError(ValueError):
@@ -56,6 +57,7 @@ class DeploymentConfig(Section):
     sampling: SamplingSection = SamplingSection()
     dumps: DumpSection = DumpSection()
     structured_outputs: StructuredOutputsSection = StructuredOutputsSection()
+    server: ServerSection = ServerSection()
 
     @property
     def max_query_tokens_per_req(self) -> int:
@@ -129,12 +131,13 @@ class DeploymentConfig(Section):
                     'the newest rates would change, got "fresh"',
                 )
             )
-        elif self.speculation.budget_rates == "fresh" and self.scheduler.async_scheduling:
+        elif self.speculation.budget_rates == "fresh" and self.has_step_in_flight:
             problems.append(
                 (
                     "speculation.budget_rates",
-                    'must be "delayed" with scheduler.async_scheduling = true, where no newer '
-                    'rates are known when a step is scheduled, got "fresh"',
+                    f'must be "delayed" with scheduler.async_scheduling = '
+                    f"{str(self.scheduler.async_scheduling).lower()} on {self.model.device}, where "
+                    'no newer rates are known when a step is scheduled, got "fresh"',
                 )
             )
         for mode in ConfidenceTemperatures.model_fields:
@@ -150,6 +153,12 @@ class DeploymentConfig(Section):
         if problems:
             raise CrossFieldError(tuple(problems))
         return self
+
+    @property
+    def has_step_in_flight(self) -> bool:
+        """`scheduler.async_scheduling`, with "auto" decided."""
+        asked = self.scheduler.async_scheduling
+        return self.model.device == "cuda" if asked == "auto" else asked
 
     def _pair_problems(self) -> list[tuple[str, str]]:
         """What is wrong with `grid.pairs`, as (key, message); the first pair that does not fit."""

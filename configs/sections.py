@@ -320,6 +320,10 @@ class CompileSection(Section):
     cache_dir: str = ""
     """Directory of compile caches, relative to the YAML file; empty for a per-user one."""
 
+    package: str = ""
+    """Directory of a package that `decodegrid capture` wrote, relative to the YAML file, to start
+    from; empty for what the cache directory has."""
+
     progress: bool = True
     """Whether compilation and capture draw a progress bar on standard error."""
 

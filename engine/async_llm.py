@@ -14,16 +14,20 @@ import traceback
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from decodegrid.engine.admission import EngineLimits
 from decodegrid.engine.async_sinks import FutureSink, Mailbox, Sink
+from decodegrid.engine.engine_snapshot import EngineSnapshot, take_snapshot
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.output_stream import OutputStream
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_output import RequestOutput, StreamOutput
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.stream_table import Prompt
+from decodegrid.engine.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("decodegrid.engine")
 _LOG.addHandler(logging.NullHandler())
@@ -48,6 +52,8 @@ class AsyncLLM:
         self._sinks: dict[str, Sink] = {}
         """Of the open requests; the names of ended ones are free at once."""
         self._is_closing = False
+        self._busy_since: float | None = None
+        """When the thread began what it does, by the monotonic clock; None while it waits."""
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._thread = threading.Thread(target=self._serve, name="decodegrid-engine", daemon=True)
@@ -72,9 +78,42 @@ class AsyncLLM:
         with self._changed:
             return len(self._sinks)
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the engine failed with; None while it works."""
+        return self._error
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the present step takes already; 0 while there is nothing to do."""
+        since = self._busy_since
+        return 0.0 if since is None else monotonic() - since
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._llm.tokenizer
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._llm.limits
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request of that id waits or runs."""
+        with self._changed:
+            return request_id in self._sinks
+
     def report(self) -> str:
         """What was done so far; see LLM.report."""
         return self._llm.report()
+
+    def snapshot(self) -> EngineSnapshot:
+        """The numbers of the moment, without waiting for the step that runs."""
+        return take_snapshot(self._llm)
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Raise RequestError where the form that params ask for is no grammar; may wait for it."""
+        if params.structured_outputs is not None:
+            self._table.check_grammar(params.structured_outputs.source)
 
     def submit(
         self,
@@ -87,7 +126,8 @@ class AsyncLLM:
         """Queue a prompt now and return its result to come; cancelling it aborts the request.
 
         prompt: a text, or a list of token ids. request_id: None makes one. priority: lower goes
-        first among those that wait. Raises RequestError, for a request id in use too.
+        first among those that wait. Raises RequestError, for a request id in use too. A grammar
+        that does not compile is not known yet: its request ends with finish reason "error".
         """
         stream = self._build(prompt, params, request_id, priority)
         future: Future[RequestOutput] = Future()
@@ -181,7 +221,9 @@ class AsyncLLM:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {params!r}")
         while True:
-            stream = self._table.build(prompt, params, request_id=request_id, priority=priority)
+            stream = self._table.build(
+                prompt, params, request_id=request_id, priority=priority, check_grammar=False
+            )
             # A name made here may be one that a caller chose before.
             if request_id is not None or stream.request_id not in self._sinks:
                 return stream
@@ -227,13 +269,16 @@ class AsyncLLM:
             _LOG.exception("the engine failed; %d requests end with it", len(self._sinks))
             self._fail(error)
         finally:
+            self._busy_since = None
             self._close_llm()
 
     def _take_commands(self) -> bool:
         """Do what was asked for; wait where there is nothing to do. False at the end."""
         with self._changed:
             while not (self._commands or self._is_closing or self._table.has_unfinished):
+                self._busy_since = None
                 self._changed.wait()
+            self._busy_since = monotonic()
             commands, self._commands = self._commands, deque()
             is_closing = self._is_closing
         for command in commands:

@@ -7,7 +7,7 @@ flow: body -> prompt and SamplingParams; RequestOutput -> body.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from decodegrid.configs.sections import SamplingSection
@@ -19,10 +19,13 @@ from decodegrid.engine.batch_logprobs import (
     num_logprobs,
     prompt_logprobs_json,
 )
+from decodegrid.engine.chat_answer import read_answer
+from decodegrid.engine.chat_body import CHAT_FIELDS, BodyError, ChatForm, kind_name, read_chat
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_output import CompletionOutput, RequestOutput
 from decodegrid.engine.sampling_params import SamplingParams
-from decodegrid.engine.tokenizer import ChatMessage, Tokenizer
+from decodegrid.engine.tokenizer import Tokenizer
+from decodegrid.engine.vllm_fields import SAMPLING_VALUES
 
 Kind = Literal["completion", "chat"]
 
@@ -53,26 +56,21 @@ _SAMPLING: Final = (
 )
 """Fields that SamplingParams checks."""
 _LOGPROBS: Final = ("logprobs", "top_logprobs")
+_OPTIONS: Final = "stream_options"
+_STREAM: Final = ("stream", _OPTIONS)
 
 _INERT: Final[Mapping[str, tuple[Json, ...]]] = {
-    "stream": (False,),
-    "stream_options": (),
     "echo": (False,),
-    "best_of": (1,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "modalities": (["text"],),
+    **SAMPLING_VALUES,
 }
 """Fields that must ask for what happens anyway: null, or one of these values."""
-
-
-class BodyError(RequestError):
-    """A field that cannot be honoured."""
-
-    def __init__(self, message: str, param: str | None) -> None:
-        """param: the field."""
-        super().__init__(message)
-        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +81,58 @@ class BodyRequest:
     model: str
     prompt: str | list[int]
     params: SamplingParams
+    chat: ChatForm | None = None
+    """Of a chat: what its answers hold."""
+    num_asked: int | None = None
+    """max_tokens, where the body gives it."""
+    stream: bool = False
+    include_usage: bool = False
+    """Whether a stream ends with a chunk of the usage."""
+
+
+@dataclass(slots=True)
+class AnswerUsage:
+    """Tokens of an answer."""
+
+    num_prompt: int
+    num_cached: int
+    num_output: int = 0
+    num_reasoning: int | None = field(default=None)
+    """None where the answer has no reasoning."""
+
+    def body(self) -> dict[str, Json]:
+        """The `usage` of an answer."""
+        usage: dict[str, Json] = {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_output,
+            "total_tokens": self.num_prompt + self.num_output,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+        }
+        if self.num_reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
+        return usage
 
 
 def read_body(
-    kind: Kind, body: Json, tokenizer: Tokenizer, defaults: SamplingSection
+    kind: Kind,
+    body: Json,
+    tokenizer: Tokenizer,
+    defaults: SamplingSection,
+    *,
+    may_stream: bool = False,
 ) -> BodyRequest:
     """Check a body. defaults: for temperature, max_tokens, top_p and top_k that are not given.
+    may_stream: whether the answer can come in pieces.
 
     Raises RequestError, BodyError where a field is to blame.
     """
     if not isinstance(body, dict):
-        raise BodyError(f"body must be an object, got {_kind_name(body)}", "body")
+        raise BodyError(f"body must be an object, got {kind_name(body)}", "body")
     fields = {name: value for name, value in body.items() if value is not None}
-    source = "messages" if kind == "chat" else "prompt"
+    source = CHAT_FIELDS if kind == "chat" else ("prompt",)
     lengths = ("max_tokens", "max_completion_tokens") if kind == "chat" else ("max_tokens",)
-    known = {"model", "user", source, *lengths, *_SAMPLING, *_LOGPROBS, *FORM_FIELDS, *_INERT}
+    known = {"model", "user", *source, *lengths, *_SAMPLING, *_LOGPROBS}
+    known |= {*FORM_FIELDS, *_STREAM, *_INERT}
     for name in body:
         if name not in known:
             raise BodyError(f"{name} is not supported", name)
@@ -106,36 +141,47 @@ def read_body(
             raise BodyError(f"{name}={_shown(fields[name])} is not supported", name)
     for name in ("model", "user"):
         if not isinstance(fields.get(name, ""), str):
-            raise BodyError(f"{name} must be a string, got {_kind_name(fields[name])}", name)
-    prompt = _read_prompt(fields) if kind == "completion" else _read_chat(fields, tokenizer)
-    return BodyRequest(kind, fields.get("model", ""), prompt, _read_params(kind, fields, defaults))
+            raise BodyError(f"{name} must be a string, got {kind_name(fields[name])}", name)
+    stream, include_usage = _read_stream(fields, may_stream=may_stream)
+    chat: ChatForm | None = None
+    prompt: str | list[int]
+    if kind == "completion":
+        prompt = _read_prompt(fields)
+    else:
+        prompt, chat = read_chat(fields, tokenizer)
+        fields |= _fields_of_form(chat, fields, tokenizer)
+    return BodyRequest(
+        kind,
+        fields.get("model", ""),
+        prompt,
+        _read_params(kind, fields, defaults),
+        chat=chat,
+        num_asked=next((fields[name] for name in lengths if name in fields), None),
+        stream=stream,
+        include_usage=include_usage,
+    )
 
 
 def answer_body(
     request: BodyRequest, output: RequestOutput, created: int, tokenizer: Tokenizer
 ) -> dict[str, Json]:
     """The body that answers a request. created: seconds since 1970."""
-    choices = [_choice(request, completion, tokenizer) for completion in output.outputs]
+    usage = AnswerUsage(len(output.prompt_token_ids), output.num_cached_tokens)
+    choices = [_choice(request, completion, tokenizer, usage) for completion in output.outputs]
     extra: dict[str, Json] = {}
     if output.prompt_logprobs is not None:
         extra["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
     if request.kind == "completion":
         choices = [{**choice, **extra} for choice in choices]
         extra = {}
-    num_prompt = len(output.prompt_token_ids)
-    num_output = sum(len(completion.token_ids) for completion in output.outputs)
     return {
-        "id": f"{'chatcmpl' if request.kind == 'chat' else 'cmpl'}-{output.request_id}",
+        "id": answer_id(request.kind, output.request_id),
         "object": "chat.completion" if request.kind == "chat" else "text_completion",
         "created": created,
         "model": request.model,
         "choices": choices,
         **extra,
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-        },
+        "usage": usage.body(),
         "speculation": {
             "num_drafted": output.num_drafted,
             "num_verified": output.num_verified,
@@ -144,12 +190,24 @@ def answer_body(
     }
 
 
+def answer_id(kind: Kind, request_id: str) -> str:
+    """The `id` of an answer."""
+    return f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}"
+
+
 def _choice(
-    request: BodyRequest, completion: CompletionOutput, tokenizer: Tokenizer
+    request: BodyRequest, completion: CompletionOutput, tokenizer: Tokenizer, usage: AnswerUsage
 ) -> dict[str, Json]:
+    """A choice of an answer, whose tokens are added to its usage."""
     choice: dict[str, Json] = {"index": completion.index}
     tokens, num_top = completion.logprobs, request.params.logprobs
-    if request.kind == "chat":
+    usage.num_output += len(completion.token_ids)
+    reason: str | None = completion.finish_reason
+    if request.chat is not None and request.chat.is_parsed:
+        choice["message"], reason, num_reasoning = read_answer(request.chat, completion, tokenizer)
+        if request.chat.is_thinking:
+            usage.num_reasoning = (usage.num_reasoning or 0) + num_reasoning
+    elif request.kind == "chat":
         choice["message"] = {"role": "assistant", "content": completion.text}
     else:
         choice["text"] = completion.text
@@ -159,7 +217,7 @@ def _choice(
         choice["logprobs"] = chat_logprobs(tokens, num_top, tokenizer)
     else:
         choice["logprobs"] = completion_logprobs(tokens, tokenizer)
-    choice["finish_reason"] = completion.finish_reason
+    choice["finish_reason"] = reason
     choice["stop_reason"] = completion.stop_reason
     return choice
 
@@ -213,59 +271,51 @@ def _read_prompt(fields: Mapping[str, Json]) -> str | list[int]:
     # A bool is an int to Python; the engine refuses it as a token id.
     if isinstance(prompt, list) and prompt and all(isinstance(item, int) for item in prompt):
         return prompt
-    raise BodyError("prompt must be a string or a list of token ids; one prompt a line", "prompt")
+    message = "prompt must be a string or a list of token ids; one prompt a request"
+    raise BodyError(message, "prompt")
 
 
-def _read_chat(fields: Mapping[str, Json], tokenizer: Tokenizer) -> list[int]:
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BodyError("messages must be a list of messages, and not empty", "messages")
-    turns = [_read_message(index, message) for index, message in enumerate(messages)]
-    try:
-        return tokenizer.encode_chat(turns)
-    except RequestError as error:
-        raise BodyError(str(error), "messages") from None
+def _read_stream(fields: Mapping[str, Json], *, may_stream: bool) -> tuple[bool, bool]:
+    """Whether the answer comes in pieces, and with a chunk of its usage at the end."""
+    stream, options = fields.get("stream", False), fields.get("stream_options")
+    if not isinstance(stream, bool):
+        raise BodyError(f"stream must be true or false, got {_shown(stream)}", "stream")
+    if stream and not may_stream:
+        raise BodyError("stream=True is not supported", "stream")
+    if options is None:
+        return stream, False
+    if not stream:
+        raise BodyError("stream_options is given, but stream is not true", "stream_options")
+    if not isinstance(options, dict):
+        raise BodyError(f"stream_options must be an object, got {kind_name(options)}", _OPTIONS)
+    for name, value in options.items():
+        if name != "include_usage":
+            raise BodyError(f"stream_options.{name} is not supported", _OPTIONS)
+        if not isinstance(value, bool):
+            raise BodyError(f"stream_options.{name} must be true or false", _OPTIONS)
+    return stream, options.get("include_usage", False)
 
 
-def _read_message(index: int, message: Json) -> ChatMessage:
-    where = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise BodyError(f"{where} must be an object, got {_kind_name(message)}", where)
-    for name, value in message.items():
-        if name not in ("role", "content") and value is not None:
-            raise BodyError(f"{where}.{name} is not supported", f"{where}.{name}")
-    role = message.get("role")
-    if role not in ("system", "user", "assistant"):
-        raise BodyError(
-            f"{where}.role must be system, user or assistant, got {_shown(role)}", f"{where}.role"
-        )
-    content = message.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts = [_text_of(part) for part in parts] if isinstance(parts, list) else [None]
-    if any(text is None for text in texts):
-        raise BodyError(
-            f"{where}.content must be a string or a list of text parts", f"{where}.content"
-        )
-    return ChatMessage(role, "".join(text for text in texts if text is not None))
-
-
-def _text_of(part: Json) -> str | None:
-    """Text of a content part; None for any other kind of part."""
-    if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-        return None
-    return part["text"] if isinstance(part["text"], str) else None
+def _fields_of_form(
+    chat: ChatForm, fields: Mapping[str, Json], tokenizer: Tokenizer
+) -> dict[str, Json]:
+    """Sampling fields that follow from what a chat's answers hold."""
+    if not chat.is_parsed:
+        return {}
+    what = "tools" if chat.has_tools else "thinking"
+    if "skip_special_tokens" in fields:
+        name = "skip_special_tokens"
+        raise BodyError(f"{name} has no meaning beside {what}, whose marks are special", name)
+    for name in FORM_FIELDS:
+        is_free = name == "response_format" and fields.get(name) == {"type": "text"}
+        if name in fields and not is_free:
+            raise BodyError(f"{name} beside {what} is not supported", name)
+    return {"skip_special_tokens": False}
 
 
 def _is_same(value: Json, wanted: Json) -> bool:
     """Equal and of one type: false is not 0."""
     return type(value) is type(wanted) and value == wanted
-
-
-def _kind_name(value: Json) -> str:
-    if value is None:
-        return "null"
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return names.get(type(value), "a number")
 
 
 def _shown(value: Json) -> str:

@@ -8,6 +8,7 @@ name when all are; a run that is cut off leaves what it had in OUTPUT.partial.
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from decodegrid.configs.sections import SamplingSection
 from decodegrid.configs.strict_json import load_json
 from decodegrid.engine.batch_body import (
     URLS,
-    BodyError,
     BodyRequest,
     Kind,
     answer_body,
     read_body,
 )
 from decodegrid.engine.batch_logprobs import Json
+from decodegrid.engine.chat_body import BodyError
 from decodegrid.engine.cli_input import decode_utf8
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.output_stream import OutputStream
@@ -32,6 +33,7 @@ from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_output import RequestOutput
 
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
+_CUSTOM_ID = re.compile(r'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,10 @@ class _Batch:
         custom_id: str | None = None
         answer: dict[str, Json] | None = None
         try:
+            custom_id = _readable_id(line)
             item = _parse(line)
-            custom_id = self._check_custom_id(item)
+            custom_id = _custom_id(item)
+            self._check_unused(custom_id)
             self._add_request(line, item)
         except LineError as error:
             detail = {"code": "invalid_line", "message": f"line {line.number}: {error}"}
@@ -165,14 +169,10 @@ class _Batch:
                 num_given += 1
         yield from (answer for answer in self._answers[num_given:] if answer is not None)
 
-    def _check_custom_id(self, item: dict[str, Json]) -> str:
-        custom_id = item.get("custom_id")
-        if not isinstance(custom_id, str) or not custom_id:
-            raise LineError("custom_id must be a string that is not empty")
+    def _check_unused(self, custom_id: str) -> None:
         if custom_id in self._seen:
             raise LineError(f"custom_id {custom_id!r} was used before")
         self._seen.add(custom_id)
-        return custom_id
 
     def _add_request(self, line: BatchLine, item: dict[str, Json]) -> None:
         kind = _check_target(item)
@@ -206,6 +206,26 @@ def _parse(line: BatchLine) -> dict[str, Json]:
     if not isinstance(item, dict):
         raise LineError("not an object")
     return item
+
+
+def _custom_id(item: dict[str, Json]) -> str:
+    custom_id = item.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise LineError("custom_id must be a string that is not empty")
+    return custom_id
+
+
+def _readable_id(line: BatchLine) -> str | None:
+    """The custom_id that a line has, whatever else is wrong with it: the answer goes to it. None
+    where there is none, or more than one."""
+    found = _CUSTOM_ID.findall(line.text)
+    if len(found) != 1:
+        return None
+    try:
+        value: str = json.loads(found[0])
+    except ValueError:
+        return None
+    return value or None
 
 
 def _check_target(item: dict[str, Json]) -> Kind:

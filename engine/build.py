@@ -4,7 +4,7 @@ Owns the order of start-up and its phase table. Data flow: config -> model -> pa
 and buffers -> regions -> one captured graph per pair and prefill size -> Runner.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +16,11 @@ from decodegrid.capture.compile import RegionCompiler
 from decodegrid.capture.counters import CaptureCounters
 from decodegrid.capture.cpu import CpuBackend
 from decodegrid.capture.cuda import CudaBackend
-from decodegrid.capture.grid import Grid, build_grid
+from decodegrid.capture.grid import Grid, StepVariant, build_grid
+from decodegrid.capture.ledger_backend import MeasuringBackend, RegionClock, memory_use
 from decodegrid.capture.lowering import Backend, CompileOptions
-from decodegrid.capture.phases import PhaseClock, Progress
-from decodegrid.capture.region_store import RegionStore
+from decodegrid.capture.package import PackageLabel
+from decodegrid.capture.phases import PhaseClock
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.cache_leftovers import remove_leftovers
@@ -30,6 +31,9 @@ from decodegrid.engine.deployment_check import (
     check_settings,
     weight_form,
 )
+from decodegrid.engine.ledger_start import StartUp
+from decodegrid.engine.package_start import StartSource, open_source
+from decodegrid.engine.plain_progress import make_progress
 from decodegrid.engine.pool_size import (
     cache_line,
     measure_free_bytes,
@@ -38,6 +42,7 @@ from decodegrid.engine.pool_size import (
     size_pool,
 )
 from decodegrid.engine.region_facts import region_facts
+from decodegrid.engine.run_facts import versions
 from decodegrid.engine.runner import Runner
 from decodegrid.engine.step_graphs import StepParts, capture_graphs, num_graphs
 from decodegrid.engine.window_snapshots import WindowSnapshots
@@ -70,6 +75,8 @@ class RunnerOptions:
     """Where the native CPU kernels are built; None leaves plain torch behind the ops."""
     deployment: DeploymentConfig | None = None
     """Decides the blocks of the pool once the weights are in memory; None takes the capacity's."""
+    package_dir: Path | None = None
+    """A package to start from; None looks in the compile options' cache directory."""
     num_snapshots: int = 0
     """Windows to keep for a prefix cache; the capacity has the slack that they need."""
 
@@ -86,6 +93,31 @@ def make_regions(
             else compiler.region(item.function, item.dynamic, name=name, variants=item.variants)
             for name, item in specs.items()
         }
+    )
+
+
+def start_source(options: RunnerOptions, facts: Mapping[str, str]) -> StartSource | None:
+    """What to take compiled code from; None where none is kept. Raises PackageError for the
+    package, ValueError for one that a back end without code would start from."""
+    cache_dir, backend = options.compile_options.cache_dir, options.compile_options.backend
+    if options.package_dir is not None and backend != "inductor":
+        raise ValueError(
+            f"compile.backend is {backend}; only inductor makes the code that a package holds "
+            f"({options.package_dir})"
+        )
+    if cache_dir is None or backend != "inductor":
+        return None
+    return open_source(options.package_dir, cache_dir, facts)
+
+
+def package_label(runner: Runner) -> PackageLabel:
+    """What the manifest of this runner's compiled code says."""
+    return PackageLabel(
+        runner.facts,
+        [(key.num_reqs, key.num_query_tokens) for key in runner.grid.keys],
+        runner.prefill_chunk_sizes,
+        [str(StepVariant.FUSED), *([str(StepVariant.RICH)] if runner.has_rich else [])],
+        versions(),
     )
 
 
@@ -174,9 +206,6 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
         with clock.phase("allocate"), torch.no_grad(), named_allocation(words):
             snapshots = WindowSnapshots(config, state, options.num_snapshots)
         cache_notes.append(snapshots.note())
-    if options.native_cache_dir is not None:
-        with clock.phase("native kernels"):
-            install_native_kernels(options.native_cache_dir)
     counters = CaptureCounters()
     facts = region_facts(
         config,
@@ -186,33 +215,44 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
         options.device,
         storage_form(weights),
     )
-    cache_dir = options.compile_options.cache_dir
-    store = None if cache_dir is None else RegionStore(cache_dir, facts)
-    compiler = RegionCompiler(options.compile_options, counters, clock, store=store)
+    source = start_source(options, facts)
+    if options.native_cache_dir is not None:
+        with clock.phase("native kernels"):
+            if source is None:
+                install_native_kernels(options.native_cache_dir)
+            else:
+                source.install_native(options.native_cache_dir)
+    store = None if source is None else source.store
+    region_clock = RegionClock(clock)
+    compiler = RegionCompiler(options.compile_options, counters, region_clock, store=store)
     regions = make_regions(config, capacity, compiler, options.compile_options.backend)
-    backend: CaptureBackend = (
-        CudaBackend(torch.device("cuda")) if options.device == "cuda" else CpuBackend(compiler)
-    )
+    device = torch.device(options.device)
+    backend: CaptureBackend = CudaBackend(device) if device.type == "cuda" else CpuBackend(compiler)
+    measuring = MeasuringBackend(backend, region_clock, lambda: memory_use(device))
     progress = None
     if options.show_progress:
         planned = num_graphs(options.grid, len(options.prefill_chunk_sizes), rich=capacity.rich)
-        progress = Progress(counters.planned_compilations + planned)
+        progress = make_progress(counters.planned_compilations + planned)
         compiler.progress = progress
     try:
         graphs = capture_graphs(
             StepParts(regions, step_model, buffers, draft_divisors(options)),
-            options.grid, options.prefill_chunk_sizes, backend, counters, clock, progress,
+            options.grid, options.prefill_chunk_sizes, measuring, counters, clock, progress,
         )
     finally:
         if progress is not None:
             progress.close()
     compiler.freeze()
     counters.declare_ready()
+    runner = Runner(step_model, buffers, options.grid, graphs, counters, "", facts)
+    runner.snapshots, runner.source = snapshots, source
+    if source is not None:
+        with clock.phase("keep regions"):
+            source.finish(package_label(runner))
     clock.stop()
-    store_notes = store.notes if store is not None else ()
-    report = start_up_report(clock, counters, [*cache_notes, *store_notes])
-    runner = Runner(step_model, buffers, options.grid, graphs, counters, report, facts)
-    runner.snapshots = snapshots
+    notes = [*cache_notes, *(source.notes if source is not None else ())]
+    runner.start_up_report = start_up_report(clock, counters, notes)
+    runner.start_up = StartUp(tuple(clock.table()), measuring.costs, graphs)
     return runner
 
 
@@ -225,7 +265,7 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
     dtype = DTYPES[config.model.dtype]
     clock = PhaseClock() if clock is None else clock
     model_config = check_settings(loaded)
-    remove_leftovers(loaded.cache_dir)
+    remove_leftovers(loaded.cache_dir, package_dir=loaded.package_dir)
     torch.set_num_threads(config.model.num_threads)
     form = weight_form(config, model_config)
     words = f"the weights of {loaded.checkpoint_dir} (model.dtype = {config.model.dtype}, {form})"
@@ -260,6 +300,7 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
         show_progress=config.compile.progress,
         native_cache_dir=loaded.cache_dir if config.model.device == "cpu" else None,
         deployment=config,
+        package_dir=loaded.package_dir,
         num_snapshots=config.cache.prefix_snapshots if config.cache.prefix_cache == "on" else 0,
     )
     return make_runner(model, options, clock)

@@ -10,7 +10,12 @@ from pathlib import Path
 
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.batch_file import check_output, read_batch, run_batch
-from decodegrid.engine.cli_options import add_config_options, add_trace_option, load_from_options
+from decodegrid.engine.cli_options import (
+    add_config_options,
+    add_package_option,
+    add_trace_option,
+    load_from_options,
+)
 from decodegrid.engine.grid_trace import check_trace_target, save_trace
 from decodegrid.engine.llm import LLM
 
@@ -34,6 +39,7 @@ def add_batch_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT if it exists")
     add_config_options(parser)
+    add_package_option(parser)
     add_trace_option(parser)
     parser.add_argument(
         "--no-report", action="store_true", help="no closing report on standard error"

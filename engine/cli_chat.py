@@ -11,6 +11,7 @@ from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.cli_input import STANDARD_INPUT, decode_utf8
 from decodegrid.engine.cli_options import (
     add_config_options,
+    add_package_option,
     add_sampling_options,
     load_from_options,
     sampling_from_options,
@@ -33,6 +34,7 @@ def add_chat_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     )
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_config_options(parser)
+    add_package_option(parser)
     add_sampling_options(parser)
     parser.set_defaults(run=_chat)
 

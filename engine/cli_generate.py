@@ -16,6 +16,7 @@ from decodegrid.engine.cli_logprobs import logprob_lines
 from decodegrid.engine.cli_options import (
     add_config_options,
     add_grammar_options,
+    add_package_option,
     add_sampling_options,
     add_trace_option,
     grammar_from_options,
@@ -44,6 +45,7 @@ def add_generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
         "--prompts-file", type=Path, metavar="FILE", help="one prompt a line; empty lines skipped"
     )
     add_config_options(parser)
+    add_package_option(parser)
     add_sampling_options(parser)
     add_grammar_options(parser)
     add_trace_option(parser)

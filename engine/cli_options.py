@@ -1,15 +1,19 @@
 """Options that several subcommands share, and what they mean.
 
-Owns --config, --set and the sampling flags. A flag that is not given leaves the deployment's value.
+Owns --config, --set, --package and the sampling flags. A flag that is not given leaves the
+deployment's value.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from decodegrid.configs.load import LoadedConfig, load_config
 from decodegrid.engine.cli_input import decode_utf8
 from decodegrid.engine.grammar_params import StructuredOutputsParams
 from decodegrid.engine.sampling_params import SamplingParams
+
+_SHOWN_CHARS = 40
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +27,15 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         metavar="KEY=VALUE",
         help="override one value of the deployment, such as scheduler.max_num_reqs=4",
+    )
+
+
+def add_package_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--package",
+        metavar="DIR",
+        help="start from what decodegrid capture wrote there (default: compile.package, or else "
+        "what the cache directory has)",
     )
 
 
@@ -105,8 +118,10 @@ def grammar_from_options(args: argparse.Namespace) -> StructuredOutputsParams | 
     """What the options of add_grammar_options ask for. Raises RequestError, OSError and
     ValueError."""
     if args.json_schema is not None:
+        _refuse_text("--json-schema", args.json_schema, "{")
         return StructuredOutputsParams(json=_read_text(args.json_schema))
     if args.grammar is not None:
+        _refuse_text("--grammar", args.grammar, "::=")
         return StructuredOutputsParams(grammar=_read_text(args.grammar))
     return None if args.regex is None else StructuredOutputsParams(regex=args.regex)
 
@@ -121,8 +136,14 @@ def add_trace_option(parser: argparse.ArgumentParser) -> None:
 
 
 def load_from_options(args: argparse.Namespace) -> LoadedConfig:
-    """Raises ConfigError."""
-    return load_config(args.config, args.overrides)
+    """Raises ConfigError, and ValueError for an empty --package."""
+    overrides = list(args.overrides)
+    package = getattr(args, "package", None)
+    if package is not None:
+        if not package:
+            raise ValueError("--package is empty; it names a directory")
+        overrides.append(f"compile.package={json.dumps(package, ensure_ascii=False)}")
+    return load_config(args.config, overrides)
 
 
 def sampling_from_options(args: argparse.Namespace, loaded: LoadedConfig) -> SamplingParams:
@@ -147,6 +168,22 @@ def sampling_from_options(args: argparse.Namespace, loaded: LoadedConfig) -> Sam
 
 def _read_text(path: Path) -> str:
     return decode_utf8(str(path), path.read_bytes())
+
+
+def _refuse_text(option: str, path: Path, mark: str) -> None:
+    """Raise ValueError where something is given that a file would hold.
+
+    mark: stands in such a text, and hardly in a file's name.
+    """
+    text = str(path)
+    try:
+        is_file = path.exists()
+    except OSError:  # a text may be longer than any name
+        is_file = False
+    if mark in text and not is_file:
+        start = " ".join(text.split())
+        shown = start if len(start) <= _SHOWN_CHARS else start[: _SHOWN_CHARS - 3] + "..."
+        raise ValueError(f"{option} is {shown!r}; it takes the name of a file that holds the text")
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -14,7 +14,9 @@ import torch
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.compute_dtypes import DTYPES
+from decodegrid.engine.package_start import check_named_package
 from decodegrid.engine.pool_size import resolve_num_blocks
+from decodegrid.engine.region_facts import model_facts
 from decodegrid.engine.tokenizer import Tokenizer
 from decodegrid.engine.window_snapshots import window_slack
 from decodegrid.graphs.bounded_replay import check_bounded_replay
@@ -101,7 +103,12 @@ def check_settings(loaded: LoadedConfig) -> ModelConfig:
     _check_surface_room(config)
     if config.model.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("model.device is cuda, but torch finds no CUDA device")
-    _check_cache_dir(loaded.cache_dir, needed=config.model.device == "cpu")
+    package = loaded.package_dir
+    if package is not None:
+        dtype, threads = DTYPES[config.model.dtype], config.model.num_threads
+        check_named_package(package, model_facts(model, dtype, config.model.device, threads))
+    # A package has the native kernels that are otherwise built in the cache directory.
+    _check_cache_dir(loaded.cache_dir, needed=config.model.device == "cpu" and package is None)
     return model
 
 

@@ -2,8 +2,8 @@
 
 Owns the threads, the cache and all use of xgrammar. Knows no requests. Data flow: a source is
 submitted and becomes a job, shared by all who want the same one; a thread compiles it; matchers are
-made from what came out. xgrammar is imported by the first grammar, not before: it brings
-transformers along and takes seconds.
+made from what came out. xgrammar is imported by the first grammar, not before, and by one of the
+threads: it brings transformers along and takes seconds.
 
 A compilation cannot be stopped. One that runs on after its requests gave up keeps its thread, and
 its result serves later ones; the threads do not hold up the end of the process.
@@ -50,6 +50,17 @@ class GrammarJob:
         return self.compiled is not None or self.error is not None
 
 
+class _Check:
+    """A source that a thread looks at without compiling it; `is_done` is set once."""
+
+    __slots__ = ("error", "is_done", "source")
+
+    def __init__(self, source: GrammarSource) -> None:
+        self.source = source
+        self.error: Exception | None = None
+        self.is_done = False
+
+
 class GrammarCompiler:
     """Any thread may call it."""
 
@@ -71,7 +82,7 @@ class GrammarCompiler:
         self._changed = threading.Condition()
         self._jobs: OrderedDict[GrammarSource, GrammarJob] = OrderedDict()
         """Those that run or wait, and the cache; the one used last at the end."""
-        self._queue: deque[GrammarJob] = deque()
+        self._queue: deque[GrammarJob | _Check] = deque()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
         self._library_lock = threading.Lock()
@@ -85,11 +96,21 @@ class GrammarCompiler:
             return sum(job.num_bytes for job in self._jobs.values())
 
     def check(self, source: GrammarSource) -> None:
-        """Raise RequestError where a source is no grammar; nothing is compiled."""
+        """Raise RequestError where a source is no grammar; nothing is compiled.
+
+        Waits for a thread to look at it, at most `timeout_s`; one that takes longer is let through,
+        and fails when it is waited for as a job.
+        """
         with self._changed:
-            if source in self._jobs:
+            if source in self._jobs or self._is_closed:
                 return
-        check_grammar(source)
+            check = _Check(source)
+            # Before all jobs: they take longer, and nobody waits for them here.
+            self._queue.appendleft(check)
+            self._start_thread()
+            self._changed.wait_for(lambda: check.is_done or self._is_closed, self.timeout_s)
+        if check.error is not None:
+            raise check.error
 
     def submit(self, source: GrammarSource) -> GrammarJob:
         """The job of a source, which may be done already."""
@@ -102,12 +123,7 @@ class GrammarCompiler:
                 return job
             job = self._jobs[source] = GrammarJob(source)
             self._queue.append(job)
-            if len(self._threads) < self._settings.compile_threads:
-                name = f"grammar-{len(self._threads)}"
-                thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._changed.notify_all()
+            self._start_thread()
             return job
 
     def matcher(self, job: GrammarJob) -> Matcher:
@@ -130,6 +146,15 @@ class GrammarCompiler:
             self._queue.clear()
             self._changed.notify_all()
 
+    def _start_thread(self) -> None:
+        """Have what was queued taken; called with the lock."""
+        if len(self._threads) < self._settings.compile_threads:
+            name = f"grammar-{len(self._threads)}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._changed.notify_all()
+
     def _work(self) -> None:
         """A thread's life."""
         while True:
@@ -139,11 +164,23 @@ class GrammarCompiler:
                 if self._is_closed:
                     return
                 job = self._queue.popleft()
+            if isinstance(job, _Check):
+                self._look_at(job)
+                continue
             try:
                 compiled, error = self._compile(job.source), None
             except Exception as problem:  # whatever it is, it is the request's failure alone
                 compiled, error = None, _message(problem)
             self._finish(job, compiled, error)
+
+    def _look_at(self, check: _Check) -> None:
+        try:
+            check_grammar(check.source)
+        except Exception as problem:  # whatever it is, it is raised where it was asked for
+            check.error = problem
+        with self._changed:
+            check.is_done = True
+            self._changed.notify_all()
 
     def _finish(self, job: GrammarJob, compiled: Any, error: str | None) -> None:
         with self._changed:

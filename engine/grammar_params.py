@@ -15,6 +15,7 @@ from decodegrid.engine.grammar_regex import check_regex
 from decodegrid.engine.grammar_schema import check_schema
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_checks import check_bool, check_token_ids, show
+from decodegrid.engine.vllm_fields import FORM_VALUES, UnsupportedForm, check_unsupported
 
 GrammarKind = Literal["json", "regex", "choice", "grammar", "json_object"]
 
@@ -41,7 +42,7 @@ class GrammarSource:
 
 
 @dataclass(frozen=True, slots=True)
-class StructuredOutputsParams:
+class StructuredOutputsParams(UnsupportedForm):
     """The form of a request's text: exactly one of the first five fields.
 
     Every token, accepted drafts included, continues a text of that form; the end of text can only
@@ -71,6 +72,7 @@ class StructuredOutputsParams:
     """What the fields come down to."""
 
     def __post_init__(self) -> None:
+        check_unsupported(self, FORM_VALUES, "structured_outputs.")
         check_bool("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
         check_token_ids("structured_outputs.trigger_token_ids", self.trigger_token_ids)
         if len(self.trigger_token_ids) > MAX_TRIGGER_TOKENS:

@@ -8,7 +8,13 @@ from collections import Counter
 from pathlib import Path
 
 from decodegrid.capture.grid import GraphKey
-from decodegrid.capture.plan_trace import GridTrace, PairUse, write_trace
+from decodegrid.capture.plan_trace import (
+    GridTrace,
+    PairUse,
+    TraceError,
+    read_trace,
+    write_trace,
+)
 
 
 class GridRecorder:
@@ -53,13 +59,26 @@ class GridRecorder:
 
 
 def check_trace_target(path: Path | None) -> None:
-    """Raise ValueError where no file of that name can be made; None is no file."""
+    """Raise ValueError where no file of that name can be made, or one would be lost that is no
+    older trace and not empty; None is no file."""
     if path is None:
         return
     if path.is_dir():
         raise ValueError(f"--trace is {path}, which is a directory; a file is needed")
     if not path.parent.is_dir():
         raise ValueError(f"--trace is {path}; there is no directory {path.parent}")
+    if _has_content(path):
+        try:
+            read_trace(path)
+        except TraceError as error:
+            raise ValueError(
+                f"--trace is {path}, which exists and is no trace, so it is not replaced ({error})"
+            ) from None
+
+
+def _has_content(path: Path) -> bool:
+    """Whether something would be lost: a terminal or a pipe keeps nothing."""
+    return path.is_file() and path.stat().st_size > 0
 
 
 def save_trace(recorder: GridRecorder, path: Path | None, source: str) -> str:
@@ -71,5 +90,6 @@ def save_trace(recorder: GridRecorder, path: Path | None, source: str) -> str:
         return ""
     if not recorder.num_steps:
         return f"no trace: no decode step ran, {path} is not written"
+    note = " (an older trace was replaced)" if _has_content(path) else ""
     write_trace(recorder.trace(source), path)
-    return f"trace of {recorder.num_steps} decode steps: {path}"
+    return f"trace of {recorder.num_steps} decode steps: {path}{note}"

@@ -16,6 +16,7 @@ from decodegrid.configs.grammar_section import StructuredOutputsSection
 from decodegrid.configs.load import LoadedConfig, load_config
 from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.admission import EngineLimits
+from decodegrid.engine.collector_pause import collector_paused
 from decodegrid.engine.engine_types import (
     LOOPS,
     SCHEDULERS,
@@ -54,13 +55,16 @@ class LLM:
         one start at the working directory), or None for the embedded model. Raises ConfigError
         for the file, ValueError or OSError for the checkpoint.
         """
+        with collector_paused():
+            self._start(_load(config))
+
+    def _start(self, loaded: LoadedConfig) -> None:
         # Imported here: the scheduler, the tokenizer and the command line work without torch.
         from decodegrid.engine.build import build_runner
         from decodegrid.engine.deployment_check import check_before_start
         from decodegrid.engine.runner_watch import make_watch
         from decodegrid.engine.surface_run import make_policy
 
-        loaded = _load(config)
         tokenizer = check_before_start(loaded)
         runner = build_runner(loaded)
         self._set_up(
@@ -69,7 +73,7 @@ class LLM:
             loaded.config.scheduler.decode_steps_per_prefill_chunk,
             make_policy(runner, loaded),
             make_watch(runner, loaded),
-            async_scheduling=loaded.config.scheduler.async_scheduling,
+            async_scheduling=loaded.config.has_step_in_flight,
             structured_outputs=loaded.config.structured_outputs,
             engine_type=loaded.config.scheduler.engine_type,
         )

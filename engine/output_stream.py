@@ -83,6 +83,7 @@ class OutputStream:
             prompt_logprobs=(
                 None if first.prompt_logprobs is None else tuple(first.prompt_logprobs.tokens)
             ),
+            num_cached_tokens=first.num_cached_tokens or 0,
         )
 
     def _take_logprobs(self, request: Request, count: int) -> tuple[TokenLogprobs, ...] | None:

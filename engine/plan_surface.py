@@ -38,7 +38,7 @@ def known_facts(loaded: LoadedConfig) -> dict[str, str]:
     )
     del facts["storage"]
     if config.cache.memory_fraction:
-        del facts["capacity"]
+        del facts["capacity.num_blocks"]
     return {**facts, **machine_facts(torch.device(config.model.device))}
 
 

@@ -164,6 +164,8 @@ class PrefixCache:
         self._blocks.share(cached)
         request.block_ids = cached + self._blocks.allocate(num_needed - len(cached))
         request.num_computed = len(cached) * self._block_size
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(request.num_computed, request.num_prompt_tokens)
         self.stats.num_admissions += 1
         self.stats.num_tokens += request.seq_len - 1
         if resumed:

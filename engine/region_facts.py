@@ -7,8 +7,10 @@ user, a directory or a host, because those change no code.
 
 import hashlib
 import platform
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -20,10 +22,22 @@ from decodegrid.graphs.state import Capacity
 CODE_FOLDERS = ("graphs", "kernels")
 """Sources that decide what is traced."""
 COMPILING_FILES = (
-    "backend.py", "binding.py", "compile.py", "counters.py", "cpu.py", "lowering.py", "phases.py",
+    "backend.py", "binding.py", "code_module.py", "code_paths.py", "code_sizes.py",
+    "code_tracing.py", "compile.py", "counters.py", "cpu.py", "lowering.py", "phases.py",
     "program.py", "region.py", "region_store.py",
 )  # fmt: skip
 """Of capture/, the files that compile a region, keep it and call it, with all that they import."""
+PROGRAM_FACTS = (
+    "code", "torch", "python", "machine", "cpu", "instructions", "byte order"
+)  # fmt: skip
+"""Facts that no deployment decides: this program, its libraries and the processor."""
+_INSTRUCTIONS = re.compile(
+    r"abm|adx|aes|amx\w*|avx\w*|bmi[12]|cldemote|clflush\w*|clwb|cx16|enqcmd|f16c|fma\w*|gfni|"
+    r"lahf_lm|lzcnt|mmx|movbe|movdir\w*|pclmulqdq|popcnt|ptwrite|rdpid|rdrand|rdseed|rtm|"
+    r"serialize|sha\w*|sse\w*|ssse3|tbm|vaes|vpclmulqdq|waitpkg|xop|xsave\w*|"
+    r"asimd\w*|sve\w*|bf16|i8mm|atomics|crc32|fp\w*|neon|v"
+)
+"""Flags of /proc/cpuinfo that stand for instructions. The compiler is told to use all there are."""
 
 
 def source_files(root: Path) -> Iterator[Path]:
@@ -45,6 +59,42 @@ def code_hash(root: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def cpu_instructions() -> str:
+    """Hash of the instruction sets of this processor, or "" where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    line = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    flags = sorted(flag for flag in line.split() if _INSTRUCTIONS.fullmatch(flag))
+    return hashlib.sha256(" ".join(flags).encode()).hexdigest()[:16] if flags else ""
+
+
+def program_facts() -> dict[str, str]:
+    """The facts of PROGRAM_FACTS."""
+    return {
+        "code": code_hash(Path(__file__).resolve().parent.parent),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "instructions": cpu_instructions(),
+        "byte order": sys.byteorder,
+    }
+
+
+def model_facts(
+    config: ModelConfig, dtype: torch.dtype, device: str, num_threads: int | None
+) -> dict[str, str]:
+    """Facts that are known before a weight is read."""
+    return {
+        "model": hashlib.sha256(repr(config).encode()).hexdigest()[:16],
+        "dtype": str(dtype),
+        "device": device,
+        "threads": str(num_threads),
+    }
+
+
 def region_facts(
     config: ModelConfig,
     capacity: Capacity,
@@ -58,18 +108,12 @@ def region_facts(
     storage: how the weights are stored (`decodegrid.graphs.step_weights.storage_form`), which
     depends on their values too.
     """
-    model = hashlib.sha256(repr(config).encode()).hexdigest()[:16]
+    sizes = {
+        f"capacity.{item.name}": str(getattr(capacity, item.name)) for item in fields(capacity)
+    }
     return {
-        "code": code_hash(Path(__file__).resolve().parent.parent),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "byte order": sys.byteorder,
-        "model": model,
-        "capacity": repr(capacity),
-        "dtype": str(dtype),
+        **program_facts(),
+        **model_facts(config, dtype, device, options.num_threads),
+        **sizes,
         "storage": storage,
-        "device": device,
-        "threads": str(options.num_threads),
     }

@@ -54,6 +54,7 @@ class Request:
         "max_seq_len",
         "min_p",
         "num_accepted",
+        "num_cached_tokens",
         "num_computed",
         "num_drafted",
         "num_in_flight",
@@ -143,6 +144,8 @@ class Request:
         self.num_verified = 0
         self.num_accepted = 0
         self.num_preemptions = 0
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens that the prefix cache had when it was admitted first; None before."""
 
     @property
     def seq_len(self) -> int:

@@ -56,6 +56,9 @@ class RequestOutput:
     """For each prompt token what `CompletionOutput.logprobs` gives for an output token, None for
     the first; None where they were not asked for. Of a request that was aborted, those of the
     tokens that had been computed."""
+    num_cached_tokens: int = 0
+    """Prompt tokens of the first completion that came from the prefix cache and were not computed
+    again, as it was admitted; 0 without the cache and for a request that was never admitted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from decodegrid.capture.counters import CaptureCounters
 from decodegrid.capture.grid import GraphKey, Grid, StepVariant
 from decodegrid.engine.graph_timer import GraphTime, GraphTimer
 from decodegrid.engine.host_copies import HostInput, HostOutputs, PendingCopies
+from decodegrid.engine.ledger_start import StartUp
+from decodegrid.engine.package_start import StartSource
 from decodegrid.engine.runner_protocol import (
     LaunchedStep,
     PromptLogprobs,
@@ -60,6 +62,7 @@ class Runner:
         self.decode_graphs = graphs.fused
         """The fused steps, whose times the verify budget counts with."""
         self.rich_graphs = graphs.rich
+        self.prefill_graphs, self.prompt_reports = graphs.prefill, graphs.prompt_reports
         self.facts = dict(facts or {})
         self.num_draft_tokens = capacity.num_draft_tokens
         self.max_num_reqs = capacity.num_slots - 1
@@ -70,6 +73,10 @@ class Runner:
         self.start_up_report = start_up_report
         self.snapshots: WindowSnapshots | None = None
         """Where windows are kept for a prefix cache; None without one."""
+        self.source: StartSource | None = None
+        """Where its compiled code came from and is kept; None where it is not kept."""
+        self.start_up: StartUp | None = None
+        """What start-up measured; None for a runner that was made by hand."""
         self.prefill_chunk_sizes = tuple(sorted(graphs.prefill))
         self._max_drafts: dict[int, int] = {}
         """Started slots that may not have every draft verified."""

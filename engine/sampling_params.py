@@ -23,6 +23,11 @@ from decodegrid.engine.sampling_checks import (
     is_number,
     show,
 )
+from decodegrid.engine.vllm_fields import (
+    SAMPLING_VALUES,
+    UnsupportedSampling,
+    check_unsupported,
+)
 
 MAX_TEMPERATURE: Final = 100.0
 MIN_TEMPERATURE: Final = 1e-5
@@ -42,12 +47,13 @@ not come back with the next seed."""
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(UnsupportedSampling):
     """Raises RequestError naming the field, the value and the limit.
 
     A request ends with the first token after which one of these holds, asked in this order: the
     text of its grammar is complete, a stop string is, the token is a stop token, the length is
-    reached. Nothing behind that token is delivered or counted.
+    reached. Nothing behind that token is delivered or counted. Fields of vLLM that this engine does
+    not serve are keywords too, and refused by name.
     """
 
     temperature: float = 1.0
@@ -105,6 +111,7 @@ class SamplingParams:
     """The form of the text. A text that its grammar has ended is not made longer by min_tokens."""
 
     def __post_init__(self) -> None:
+        check_unsupported(self, SAMPLING_VALUES)
         self._check_temperature()
         self._check_lengths()
         if self.seed is not None:

@@ -14,6 +14,7 @@ from itertools import count
 from decodegrid.engine.admission import EngineLimits, build_request
 from decodegrid.engine.engine_loop import EngineLoop
 from decodegrid.engine.grammar_compiler import GrammarCompiler
+from decodegrid.engine.grammar_params import GrammarSource
 from decodegrid.engine.logprobs import PromptLogprobList
 from decodegrid.engine.output_stream import OutputStream
 from decodegrid.engine.output_text import OutputText
@@ -78,11 +79,14 @@ class StreamTable:
         index: int = 0,
         request_id: str | None = None,
         priority: int = 0,
+        check_grammar: bool = True,
     ) -> OutputStream:
         """Check a prompt and make its requests; nothing is queued. Any thread may call it.
 
         index: place among the prompts that were given together. request_id: the caller's name;
-        None makes one. priority: lower goes first. Raises RequestError.
+        None makes one. priority: lower goes first. check_grammar: wait until one of the grammar
+        compiler's threads has looked at the text's form; without it, a form that is no grammar is
+        an error of the result. Raises RequestError.
         """
         if self._loop is None:
             raise RuntimeError(_CLOSED)
@@ -100,7 +104,7 @@ class StreamTable:
             eos_token_id=self._tokenizer.eos_token_id,
             limits=self._limits,
         )
-        if params.structured_outputs is not None:
+        if check_grammar and params.structured_outputs is not None:
             self._grammars.check(params.structured_outputs.source)
         first.priority = priority
         requests = [first]
@@ -118,6 +122,10 @@ class StreamTable:
             )
         name = str(number) if request_id is None else request_id
         return OutputStream(index, name, text, requests)
+
+    def check_grammar(self, source: GrammarSource) -> None:
+        """What build does where it checks the grammar; any thread may call it."""
+        self._grammars.check(source)
 
     def open(self, streams: Sequence[OutputStream]) -> None:
         """Queue built requests. Raises RequestError, and queues none, for a name in use."""

@@ -20,6 +20,7 @@ from decodegrid.capture.surface import StepProbe, Surface, SurfaceError, measure
 from decodegrid.capture.surface_store import SurfaceStore
 from decodegrid.capture.total_scan import MakeScan, NumpyScan
 from decodegrid.configs.load import LoadedConfig
+from decodegrid.engine.package_surface import packaged_surface
 from decodegrid.engine.runner import Runner
 from decodegrid.engine.verify_policy import FixedVerify, ScheduledVerify, VerifyPolicy
 from decodegrid.graphs.state import SlotState
@@ -147,16 +148,22 @@ def obtain_surface(runner: Runner, loaded: LoadedConfig) -> tuple[Surface | None
     """
     settings = loaded.config.surface
     store = SurfaceStore(loaded.cache_dir)
-    context_len = context_for(runner, loaded)
+    context_len, now = context_for(runner, loaded), time.time()
+    packaged, lacking = packaged_surface(
+        runner.source, runner.grid.keys, context_len, surface_facts(runner), now
+    )
+    if packaged is not None:
+        return packaged, f"of the package, measured {packaged.age(now):.0f} s ago"
     surface, reason = store.load(
         runner.grid.keys,
         context_len=context_len,
         facts=surface_facts(runner),
         max_age_s=settings.max_age_s,
-        now=time.time(),
+        now=now,
     )
     if surface is not None:
-        return surface, f"measured {surface.age(time.time()):.0f} s ago"
+        return surface, f"measured {surface.age(now):.0f} s ago"
+    reason = "; ".join(filter(None, (lacking, reason)))
     if not settings.repeats:
         return None, f"surface.repeats is 0; {reason}"
     surface = measure(runner, context_len, settings.repeats)

@@ -68,6 +68,9 @@ class Tokenizer:
         self.path = path
         self.bos_token_id = self._special_id(recipe.SpecialToken.Bos)
         self.eos_token_id = self._special_id(recipe.SpecialToken.Eos)
+        thinking_end = self._full.token_to_id(recipe.SpecialToken.ThinkingEnd.default_str())
+        self.thinking_end_id: int | None = thinking_end
+        """Ends the reasoning of an answer; None where the file has no such token."""
         self._special_ids = frozenset(
             token["id"] for token in layout["added_tokens"] if token["special"]
         )
@@ -108,6 +111,10 @@ class Tokenizer:
         conversation = recipe.Conversation(
             [_recipe_message(message) for message in messages], thinking_mode=False
         )
+        return list(self._recipe.encode(conversation))
+
+    def encode_conversation(self, conversation: recipe.Conversation) -> list[int]:
+        """Ids of a conversation of the recipe, up to the next answer; its texts are Unicode."""
         return list(self._recipe.encode(conversation))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -193,6 +193,13 @@ class ScheduledVerify:
         self.slope.record(done.key, measured_ms, surface_ms * self.load.factor)
         self.sampler.record(done.num_reqs, done.host_s * 1e3)
 
+    def _drift_words(self) -> str:
+        count, least = len(self.drift), self.drift.min_samples
+        if count < least:
+            return f"not judged yet, median of {count} steps; it needs {least}"
+        word = "DRIFTED: run decodegrid profile" if self.drift.drifted else "no drift"
+        return f"{word}, median of {count} steps"
+
     def status(self) -> list[str]:
         """Surface, corrections, drift and gains."""
         if self.budget.surface is None:
@@ -206,8 +213,9 @@ class ScheduledVerify:
             f"host {self.sampler.ms(1) * 1e3:.0f} us a step",
         ]
         if self.drift.ratio is not None:
-            word = "DRIFTED: run decodegrid profile" if self.drift.drifted else "no drift"
-            lines.append(f"  step time over the surface's: {self.drift.ratio:.2f} ({word})")
+            lines.append(
+                f"  step time over the surface's: {self.drift.ratio:.2f} ({self._drift_words()})"
+            )
         if self.num_steps:
             lines.append(
                 f"  tokens a step: expected {self.expected_tokens / self.num_steps:.2f}, "

@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch.utils.cpp_extension import include_paths, library_paths
 
 from decodegrid.kernels import (
     filters,
@@ -97,6 +95,9 @@ def _run(command: list[str]) -> None:
 
 
 def _find_compiler() -> str:
+    # Imported here: only a build needs torch's code generator.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
     try:
         return str(get_cpp_compiler())
     except RuntimeError as error:  # torch tried every compiler that it knows
@@ -137,6 +138,8 @@ def build_library(cache_dir: Path) -> Path:
 
 def _build(compiler: str, cache_dir: Path, target: Path) -> None:
     """Compile and link in a directory of its own, then move the library to `target`."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
     includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
     flags = [*BASE_FLAGS, *machine_flags(), *includes]
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=LEFTOVER_PREFIX) as name:
@@ -176,9 +179,18 @@ def install_native_kernels(cache_dir: Path) -> None:
 
     Holds for the process: a second call builds and changes nothing.
     """
+    if not has_native_kernels():
+        load_native_kernels(build_library(cache_dir))
+
+
+def load_native_kernels(path: Path) -> None:
+    """Make a library that was built before, whose file name is its key, the CPU implementation.
+
+    Holds for the process: a second call changes nothing. Raises NativeBuildError where the system
+    does not load it.
+    """
     if has_native_kernels():
         return
-    path = build_library(cache_dir)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

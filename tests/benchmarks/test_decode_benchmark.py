@@ -22,8 +22,14 @@ from benchmarks.machine import parse_memory
 from benchmarks.prompts import STORIES, STRUCTURED, ChatPrompt, encode_prompts
 from benchmarks.results import SCHEMA, check_result, write_result
 from benchmarks.timing import interleave, paired_ratio, spread
-from benchmarks.work import StepShape, StepWork, experts_touched, layer_tensors, step_work
 from decodegrid.configs.load import load_config
+from decodegrid.engine.ledger_work import (
+    StepShape,
+    StepWork,
+    experts_touched,
+    layer_tensors,
+    step_work,
+)
 from decodegrid.engine.tokenizer import ChatMessage, Tokenizer
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.weight_packing import pack_weights

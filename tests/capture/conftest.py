@@ -1,7 +1,8 @@
-"""Toy regions and the one inductor compiler that the capture tests share."""
+"""Toy regions, the one inductor compiler and the made-up profile that the capture tests share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch
 from decodegrid.capture.backend import Step
 from decodegrid.capture.compile import Region, RegionCompiler
 from decodegrid.capture.counters import CaptureCounters
+from decodegrid.capture.grid import build_grid
 from decodegrid.capture.lowering import Backend, CompileOptions
+from decodegrid.capture.profile_document import Profile
 
 WIDTH = 32
 MAX_TOKENS = 48
@@ -128,3 +131,106 @@ def toy_of() -> Callable[[Backend], Toy]:
 def eager_compiler() -> RegionCompiler:
     """A fresh compiler that traces whole functions and runs torch operators."""
     return RegionCompiler(CompileOptions("eager"), CaptureCounters())
+
+
+def _timing(median_ms: float) -> dict[str, Any]:
+    return {
+        "median_ms": median_ms, "low_ms": median_ms * 0.9, "high_ms": median_ms * 1.2, "repeats": 5,
+    }
+
+
+def _surface(max_num_reqs: int, num_drafts: int, context_len: int) -> dict[str, Any]:
+    """All pairs of the default grid; 5 ms, 0.3 more a row, 0.9 more a token, more with context."""
+    pairs = [
+        {
+            "num_reqs": key.num_reqs,
+            "num_query_tokens": key.num_query_tokens,
+            **_timing(
+                5.0 + context_len / 256 + 0.3 * key.num_reqs + 0.9 * key.num_query_tokens
+            ),
+        }
+        for key in build_grid(max_num_reqs, num_drafts).keys
+    ]
+    return {"context_len": context_len, "measured_at": 1.8e9, "pairs": pairs}
+
+
+def _graph(name: str, variant: str, num_reqs: int, tokens: int, replay: float | None) -> Any:
+    return {
+        "graph": name, "variant": variant, "num_reqs": num_reqs, "num_query_tokens": tokens,
+        "capture_s": 0.01 * tokens, "num_nodes": 130,
+        "nodes_by_kind": {"region": 120, "opaque": 10},
+        "kernels": {"cpp_fused_add_0": 24, "extern mm": 12}, "pool_bytes": tokens << 20,
+        "unseen_bytes": 3 << 18, "replay_ms": replay, "bytes_moved": 40_000_000,
+        "flops": 20_000_000 * tokens, "roofline_ms": None if replay is None else replay / 4,
+    }
+
+
+def _live(num_drafts: int) -> dict[str, Any]:
+    steps = range(num_drafts)
+    return {
+        "num_requests": 6, "num_decode_steps": 200, "num_emitted": 900, "decode_seconds": 3.0,
+        "graph_seconds": 2.5, "pad_row_share": 0.125, "surplus_token_share": 0.05,
+        "positions": {
+            "drafted": [600 for _ in steps], "offered": [590 for _ in steps],
+            "verified": [500 - 50 * k for k in steps], "reached": [500 - 90 * k for k in steps],
+            "accepted": [400 - 80 * k for k in steps],
+        },
+        "hits": [
+            {"num_reqs": 4, "num_query_tokens": 12, "replays": 150, "pad_rows": 60,
+             "surplus_tokens": 90},
+            {"num_reqs": 1, "num_query_tokens": 2, "replays": 50, "pad_rows": 0,
+             "surplus_tokens": 7},
+        ],
+    }
+
+
+@pytest.fixture(scope="session")
+def make_profile() -> Callable[..., Profile]:
+    """make_profile(max_num_reqs=4, num_drafts=3, contexts=(256, 1024), **changes): a profile of the
+    default grid with every part, as JSON would bring it; `changes` replace fields."""
+
+    def make(
+        max_num_reqs: int = 4,
+        num_drafts: int = 3,
+        contexts: tuple[int, ...] = (256, 1024),
+        **changes: Any,
+    ) -> Profile:
+        document = {
+            "command": ["decodegrid", "profile", "--config", "a deployment.yaml"],
+            "measured_at": 1.8e9,
+            "machine": {"processor": "A processor", "cores": "2", "threads": "1"},
+            "versions": {"decodegrid": "0.1.0", "torch": "2.13.0"},
+            "config_sha256": "0123456789abcdef" * 4,
+            "max_num_reqs": max_num_reqs,
+            "num_draft_tokens": num_drafts,
+            "num_compilations": 14,
+            "num_loaded": 14,
+            "num_captured": 26,
+            "start_up": [
+                {"name": "import torch", "count": 1, "seconds": 1.5},
+                {"name": "read weights", "count": 2, "seconds": 0.25},
+                {"name": "capture", "count": 26, "seconds": 2.0},
+                {"name": "other", "count": 0, "seconds": 0.25},
+            ],
+            "surfaces": [_surface(max_num_reqs, num_drafts, length) for length in contexts],
+            "prefill": [
+                {"num_tokens": tokens, "context_len": length, **_timing(3.0 + 0.2 * tokens)}
+                for length in (0, 1024)
+                for tokens in (16, 64, 256)
+            ],
+            "graphs": [
+                _graph("(1, 1) fused", "fused", 1, 1, 6.2),
+                _graph("(4, 16) fused", "fused", 4, 16, 21.6),
+                _graph("(4, 16) rich", "rich", 4, 16, None),
+                _graph("prefill 64", "prefill", 0, 64, 15.8),
+            ],
+            "regions": [
+                {"region": "mix", "variants": 2, "compile_s": 3.5, "num_loaded": 0,
+                 "kernels": ["cpp_fused_add_0"]},
+            ],
+            "peaks": {"read_bytes_per_s": 1.2e10, "flops_per_s": 6.5e10, "num_threads": 1},
+            "live": _live(num_drafts),
+        }
+        return Profile.model_validate({**document, **changes})
+
+    return make

@@ -201,7 +201,11 @@ def test_cuda_capture_order(monkeypatch):
         "is_available": lambda: True,
         "Stream": Stream,
         "graph_pool_handle": object,
-        "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: log.append("replay")),
+        "CUDAGraph": lambda keep_graph: types.SimpleNamespace(
+            replay=lambda: log.append("replay"),
+            instantiate=lambda: log.append(f"instantiate, kept: {keep_graph}"),
+            raw_cuda_graph=lambda: 77,
+        ),
         "current_stream": lambda device: main,
         "device": lambda device: block("device"),
         "stream": lambda stream: block("stream"),
@@ -212,8 +216,9 @@ def test_cuda_capture_order(monkeypatch):
     backend = CudaBackend(torch.device("cuda:0"))
     graphs = [backend.capture(key, lambda: log.append("step")) for key in ("large", "small")]
     once = ["enter device", "wait", "enter stream", "step", "step", "leave stream", "synchronize"]
-    once += ["enter capture", "step", "leave capture", "wait", "leave device"]
+    once += ["enter capture", "step", "leave capture", "instantiate, kept: True"]
+    once += ["wait", "leave device"]
     assert log == once * 2
     assert seen[0] == seen[1] and seen[0][2] == "thread_local"
     graphs[1].replay()
-    assert log[-1] == "replay" and graphs[1].key == "small"
+    assert log[-1] == "replay" and graphs[1].key == "small" and graphs[1].raw_graph == 77

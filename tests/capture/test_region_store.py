@@ -2,16 +2,21 @@
 
 import hashlib
 import json
+import re
+import shutil
+import socket
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from decodegrid.capture.binding import Binding, BindingError, InnerSource, TensorFacts, make_binding
 from decodegrid.capture.compile import RegionCompiler
 from decodegrid.capture.counters import CaptureCounters
 from decodegrid.capture.lowering import CompileOptions
-from decodegrid.capture.region_store import RegionStore, facts_key
+from decodegrid.capture.region_store import RegionStore, facts_key, region_file
 
 FACTS = {"torch": "1", "code": "abc"}
 
@@ -85,8 +90,8 @@ def test_what_a_compilation_assumed_is_checked(stored, args):
     assert stored_region.binding.bind(args) is None
 
 
-def test_a_call_that_does_not_fit_is_compiled(stored):
-    compiler = make_compiler(stored)
+def test_a_call_that_does_not_fit_is_compiled(stored, tmp_path):
+    compiler = make_compiler(shutil.copytree(stored, tmp_path / "copy"))
     region = compiler.region(scale_rows, DYNAMIC, variants=2)
     wide = arguments(6, 5, width=9)
     region(*wide)
@@ -99,11 +104,16 @@ def test_other_facts_are_another_place(stored):
     assert facts_key(FACTS) == facts_key(dict(reversed(FACTS.items())))
 
 
+def place(store: RegionStore, index: int = 0) -> Path:
+    """The file of a stored variant."""
+    return region_file(store.path, "scale_rows", index)
+
+
 def seal(body: dict) -> str:
     """A file with the right checksum."""
     text = json.dumps(body)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return json.dumps({"format": 2, "sha256": digest, "body": text})
+    return json.dumps({"format": 3, "sha256": digest, "body": text})
 
 
 @pytest.mark.parametrize(
@@ -113,8 +123,12 @@ def seal(body: dict) -> str:
         {"owner": [facts_key(FACTS), "other_region"]},
         {"written": [99]},
         {"written": "ab"},
-        {"code": 7},
-        {"code": "def call(:"},
+        {"module": 7},
+        {"module": "def call(:"},
+        {"kernels": {"a kernel": "0" * 64}},
+        {"kernels": {"kernel": "0" * 64}},
+        {"kernels": {"kernel": "../regions/x"}},
+        {"kernels": ["0" * 64]},
         {"binding": {"inputs": [[7, "tensor", 0]]}},
         {"binding": {"inputs": [[0, "size", 9]]}},
         {"binding": {"inputs": [["a", "tensor", 0]]}},
@@ -128,64 +142,141 @@ def seal(body: dict) -> str:
     ids=str,
 )
 def test_well_sealed_files_of_the_wrong_shape_are_noted(stored, tmp_path, change):
-    source = RegionStore(stored, FACTS).path / "scale_rows-0.json"
-    body = json.loads(json.loads(source.read_text())["body"])
+    source = RegionStore(stored, FACTS)
+    body = json.loads(json.loads(place(source).read_text())["body"])
     changed = {**body, **change}
     if "binding" in change:
         changed["binding"] = {**body["binding"], **change["binding"]}
     store = RegionStore(tmp_path, FACTS)
-    store.path.mkdir()
-    (store.path / "scale_rows-0.json").write_text(seal(body))
+    shutil.copytree(source.path, store.path)
+    place(store).write_text(seal(body))
     assert len(store.load("scale_rows", 1)) == 1 and store.notes == []
-    (store.path / "scale_rows-0.json").write_text(seal(changed))
+    place(store).write_text(seal(changed))
     assert store.load("scale_rows", 1) == []
     assert len(store.notes) == 1 and "scale_rows-0.json" in store.notes[0]
 
 
-@pytest.mark.parametrize("text", ["[" * 100000, "3", "[]", '{"format": 2, "sha256": 1, "body": 2}'])
+@pytest.mark.parametrize("text", ["[" * 100000, "3", "[]", '{"format": 3, "sha256": 1, "body": 2}'])
 def test_files_that_are_no_objects_are_noted(tmp_path, text):
     store = RegionStore(tmp_path, FACTS)
-    store.path.mkdir()
-    (store.path / "scale_rows-0.json").write_text(text)
+    place(store).parent.mkdir(parents=True)
+    place(store).write_text(text)
     assert store.load("scale_rows", 1) == [] and len(store.notes) == 1
 
 
 def test_a_gap_between_variants_hides_none_and_is_filled(stored, tmp_path):
-    text = (RegionStore(stored, FACTS).path / "scale_rows-0.json").read_text()
+    text = place(RegionStore(stored, FACTS)).read_text()
     store = RegionStore(tmp_path, FACTS)
-    store.path.mkdir()
-    (store.path / "scale_rows-1.json").write_text(text)
+    shutil.copytree(RegionStore(stored, FACTS).path, store.path)
+    place(store).rename(place(store, 1))
     (variant,) = store.load("scale_rows", 2)
     store.save("scale_rows", variant)
-    assert {path.name for path in store.path.glob("scale*")} == {
+    assert {path.name for path in place(store).parent.iterdir()} == {
         "scale_rows-0.json",
         "scale_rows-1.json",
     }
-    assert (store.path / "scale_rows-1.json").read_text() == text
+    assert place(store, 1).read_text() == text
+    assert json.loads(place(store).read_text()) == json.loads(text)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "format", "text"])
-def test_damaged_files_are_named_and_compiled_again(stored, tmp_path, damage):
-    source = RegionStore(stored, FACTS).path / "scale_rows-0.json"
-    text = source.read_text()
-    outer = json.loads(text)
-    damaged = {
-        "truncate": text[: len(text) // 2],
-        "flip": json.dumps({**outer, "body": outer["body"].replace("8", "9", 1)}),
-        "format": json.dumps({**outer, "format": 0}),
-        "text": "not json",
-    }[damage]
+def damage_file(path: Path, how: str) -> None:
+    """Make a file of a region or a kernel another than the one that was written."""
+    content = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "truncate":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "flip":
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    elif how == "format":
+        path.write_text(json.dumps({**json.loads(content), "format": 0}))
+    else:
+        path.write_bytes(b"not what it was")
+
+
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        ("regions/*.json", "truncate"),
+        ("regions/*.json", "flip"),
+        ("regions/*.json", "format"),
+        ("regions/*.json", "text"),
+        ("kernels/*.so", "truncate"),
+        ("kernels/*.so", "flip"),
+        ("kernels/*.so", "missing"),
+        ("kernels/*.so", "text"),
+    ],
+)
+def test_damaged_files_are_named_and_compiled_again(stored, tmp_path, what, how):
     store = RegionStore(tmp_path, FACTS)
-    store.path.mkdir()
-    (store.path / "scale_rows-0.json").write_text(damaged)
+    shutil.copytree(RegionStore(stored, FACTS).path, store.path)
+    (damaged,) = store.path.glob(what)
+    damage_file(damaged, how)
     compiler = make_compiler(tmp_path)
     region = compiler.region(scale_rows, DYNAMIC)
     assert len(compiler.store.notes) == 1 and "scale_rows-0.json" in compiler.store.notes[0]
+    assert what.startswith("regions") or damaged.name in compiler.store.notes[0]
     args = arguments(6, 5)
     region(*args)
     torch.testing.assert_close(args[3], expected(args))
     assert compiler.num_compilations == 1
-    assert len(RegionStore(tmp_path, FACTS).load("scale_rows", 1)) == 1
+    again = RegionStore(tmp_path, FACTS)
+    assert len(again.load("scale_rows", 1)) == 1 and again.notes == []
+
+
+def test_a_library_that_the_system_refuses_is_named_and_compiled_again(stored, tmp_path):
+    """It is what its name says, but no library: as on a machine without what it needs."""
+    store = RegionStore(tmp_path, FACTS)
+    shutil.copytree(RegionStore(stored, FACTS).path, store.path)
+    refused = b"no library"
+    digest = hashlib.sha256(refused).hexdigest()
+    (store.path / "kernels" / f"{digest}.so").write_bytes(refused)
+    body = json.loads(json.loads(place(store).read_text())["body"])
+    assert len(body["kernels"]) == 1
+    body["kernels"] = dict.fromkeys(body["kernels"], digest)
+    place(store).write_text(seal(body))
+    compiler = make_compiler(tmp_path)
+    region = compiler.region(scale_rows, DYNAMIC)
+    assert compiler.store.notes == []
+    args = arguments(6, 5)
+    region(*args)
+    torch.testing.assert_close(args[3], expected(args))
+    assert compiler.num_compilations == 1 and compiler.counters.num_loaded == 0
+    assert len(compiler.store.notes) == 1 and digest in compiler.store.notes[0]
+    again = make_compiler(tmp_path)
+    again.region(scale_rows, DYNAMIC)(*args)
+    assert again.num_compilations == 0 and again.store.notes == []
+
+
+def test_a_moved_directory_loads_from_its_new_place_alone(stored, tmp_path):
+    """What was compiled is called: the kernel's library lies in the copy."""
+    moved = shutil.copytree(stored, tmp_path / "moved")
+    compiler = make_compiler(moved)
+    region = compiler.region(scale_rows, DYNAMIC)
+    args = arguments(6, 5)
+    region(*args)
+    torch.testing.assert_close(args[3], expected(args))
+    (variant,) = region.loaded
+    space = variant.function().__func__.__globals__
+    libraries = {
+        Path(value.__self__.__file__)
+        for value in space.values()
+        if getattr(getattr(value, "__self__", None), "__file__", "").endswith(".so")
+    }
+    assert libraries and {path.parent for path in libraries} == {compiler.store.path / "kernels"}
+
+
+def test_nothing_on_disk_names_a_place_of_this_machine(stored):
+    files = [path for path in stored.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".so"}
+    places = [Path.home(), Path(torch.__file__).parents[1], stored, Path(__file__).parents[2]]
+    places += [Path(sys.base_prefix), Path(cache_dir()).resolve()]
+    for path in files:
+        content = path.read_bytes()
+        for name in (*map(str, places), socket.gethostname()):
+            pattern = re.compile(rb"(?<![\w.-])" + re.escape(name.encode()) + rb"(?![\w.-])")
+            assert not pattern.search(content), (path.name, name)
 
 
 def test_a_place_that_cannot_be_written_is_noted(tmp_path):

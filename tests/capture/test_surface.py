@@ -322,6 +322,33 @@ def test_store_says_why_there_is_none(tmp_path, wanted, reason):
     assert reason in why and str(path) in why
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reason"),
+    [
+        (
+            "Capacity(num_slots=9, num_blocks=513, verify='coupled', rich=True)",
+            "Capacity(num_slots=9, num_blocks=257, verify='rejection', rich=True, slack=0)",
+            "capacity.num_blocks was 513, now 257, capacity.verify was 'coupled', "
+            "now 'rejection', capacity.slack was (absent), now 0",
+        ),
+        (
+            "Capacity(sizes=(1, 2))",
+            "Capacity(sizes=(1, 3))",
+            "capacity.sizes was (1, 2), now (1, 3)",
+        ),
+        ("Old(a=1)", "New(a=1)", "capacity was Old(a=1), now New(a=1)"),
+        ("x" * 200, "Capacity(a=1)", f"capacity was {'x' * 57}..., now Capacity(a=1)"),
+        ("f(1)", "f(2)", "capacity was f(1), now f(2)"),
+        ("f(", "\0", "capacity was f(, now \0"),
+    ],
+)
+def test_of_a_long_fact_the_reason_names_what_differs(tmp_path, theirs, ours, reason):
+    store = SurfaceStore(tmp_path)
+    path = store.save(make_surface(facts=FACTS | {"capacity": theirs}))
+    surface, why = load(store, facts=FACTS | {"capacity": ours})
+    assert surface is None and why.startswith(f"{path}: capacity") and why.endswith(reason)
+
+
 def test_reason_is_of_the_closest(tmp_path):
     store = SurfaceStore(tmp_path)
     store.save(make_surface(1400.0, facts={"model": "x", "torch": "1", "device": "gpu"}))

@@ -371,7 +371,7 @@ def scripted() -> type[ScriptedModel]:
     return ScriptedModel
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_runner() -> Callable[..., FakeRunner]:
     return FakeRunner
 

@@ -11,6 +11,7 @@ from decodegrid.engine import batch_file
 from decodegrid.engine.cli import main
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.tokenizer import ChatMessage, Tokenizer
+from decodegrid.engine.vllm_fields import SAMPLING_VALUES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -73,6 +74,7 @@ def test_answers_stand_in_the_order_of_the_lines(
             "prompt_tokens": len(prompt),
             "completion_tokens": count,
             "total_tokens": len(prompt) + count,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
     objects = [answer["response"]["body"]["object"] for answer in answers]
     assert objects == ["text_completion"] * 2 + ["chat.completion"] * 2 + ["text_completion"]
@@ -98,6 +100,8 @@ def test_answers_stand_in_the_order_of_the_lines(
         ({"prompt": "x", "echo": True}, "echo=True is not supported", "echo"),
         ({"prompt": "x", "stream": True}, "stream=True is not supported", "stream"),
         ({"prompt": "x", "best_of": True}, "best_of=True is not supported", "best_of"),
+        ({"prompt": "x", "detokenize": False}, "detokenize=False is not supported", "detokenize"),
+        ({"prompt": "x", "bad_words": ["y"]}, "bad_words=['y'] is not supported", "bad_words"),
         ({"prompt": "x", "min_p": 1.1}, "min_p must be 0 to 1, got 1.1", "min_p"),
         ({"prompt": "x", "logit_bias": {"5": 101}}, "[5] must be -100 to 100", "logit_bias"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "as its keys, got 'a'", "logit_bias"),
@@ -114,7 +118,7 @@ def test_answers_stand_in_the_order_of_the_lines(
         ({"prompt": "x", "model": 3}, "model must be a string", "model"),
         ({"prompt": "x", "n": 0}, "n must be 1 to 128", "n"),
         ({"prompt": "x", "speculation": 9}, "speculation is 9 drafts", None),
-        ({"prompt": ["x", "y"]}, "one prompt a line", "prompt"),
+        ({"prompt": ["x", "y"]}, "one prompt a request", "prompt"),
         ({"prompt": ""}, "the prompt is empty", None),
         ({"prompt": "\ud800"}, "not valid Unicode", None),
         ({"prompt": "y" * 400}, "401 tokens; the context of 400 tokens", None),
@@ -131,6 +135,13 @@ def test_a_bad_body_is_refused_and_the_others_go_on(
     error = answers[1]["response"]["body"]["error"]
     assert message in error["message"] and error["param"] == param
     assert error["type"] == "invalid_request_error"
+
+
+def test_fields_of_vllm_that_ask_for_nothing_are_let_through(call: Any) -> None:
+    fields = {name: values[0] for name, values in SAMPLING_VALUES.items()}
+    _, answers, _ = call(line("plain", prompt="x"), line("same", prompt="x", **fields))
+    texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +168,8 @@ def test_logprobs_of_a_chat_are_refused_in_their_own_words(
         ([], "messages"),
         ("hi", "messages"),
         ([5], "messages[0]"),
-        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+        ([{"role": "robot", "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": "x", "name": "n"}], "messages[0].name"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content"),
@@ -173,8 +185,8 @@ def test_bad_messages(call: Any, messages: Any, param: str) -> None:
 def test_lines_that_are_no_request(call: Any) -> None:
     ok = json.loads(line("x", prompt="x"))
     _, answers, err = call(
-        "{",
-        '{"a": NaN}',
+        '{"custom_id": "half \\u00e4", "method": "PO',
+        '{"custom_id": "nan", "a": NaN}',
         "[" * 100_000,
         "[1]",
         json.dumps({**ok, "custom_id": 5}),
@@ -186,13 +198,16 @@ def test_lines_that_are_no_request(call: Any) -> None:
         json.dumps({**ok, "custom_id": "list", "body": []}),
         flags=("--no-report",),
     )
-    wants = ["not JSON at line 1, column 2", "NaN is no JSON number", "not readable as JSON"]
+    wants = ["not JSON at line 1", "NaN is no JSON number", "not readable as JSON"]
     wants += ["not an object", "custom_id must be a string", "", "'same' was used before"]
     for number, (answer, want) in enumerate(zip(answers, wants, strict=False), start=1):
         if want:
-            assert answer["response"] is None and answer["custom_id"] is None
+            assert answer["response"] is None
             assert answer["error"]["message"].startswith(f"line {number}: ")
             assert want in answer["error"]["message"]
+    # The answer goes to whoever can be read; two ids are nobody's.
+    ids = ["half \u00e4", "nan", None, None, None, "same", "same", "get"]
+    assert [answer["custom_id"] for answer in answers[:8]] == ids
     assert answers[5]["response"]["status_code"] == 200
     found = [answer["response"]["body"]["error"] for answer in answers[7:]]
     assert [error["param"] for error in found] == ["method", "url", "more", "body"]

@@ -7,7 +7,8 @@ import pytest
 
 from decodegrid.capture.binding import Binding
 from decodegrid.capture.grid import GraphKey
-from decodegrid.capture.region_store import RegionStore, StoredRegion
+from decodegrid.capture.package import PackageLabel, seal_package
+from decodegrid.capture.region_store import RegionStore, StoredRegion, write_file
 from decodegrid.capture.surface import Surface, SurfacePoint
 from decodegrid.capture.surface_store import SurfaceStore
 from decodegrid.engine.cache_leftovers import MAX_AGE_S, remove_leftovers
@@ -29,6 +30,11 @@ def everything(directory: Path) -> set[str]:
 
 
 @pytest.fixture
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("package")
+
+
+@pytest.fixture
 def die_before_renaming(monkeypatch: pytest.MonkeyPatch) -> None:
     """No temporary name is ever renamed or removed."""
 
@@ -40,9 +46,12 @@ def die_before_renaming(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_kind_of_leftover(
-    tmp_path: Path, die_before_renaming: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    package: Path,
+    die_before_renaming: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The three writers themselves are killed, so that their names are the real ones."""
+    """The writers themselves are killed, so that their names are the real ones."""
 
     work = set()
 
@@ -61,23 +70,33 @@ def test_every_kind_of_leftover(
     stored = StoredRegion("code", Binding((), (), (), ()), frozenset())
     with pytest.raises(Killed):
         store.save("attention", stored)
-    region_part = store.path / f".attention-0.json.{'x' * 8}"
-    region_part.write_text("half")
+    with pytest.raises(Killed):
+        write_file(store.path / "kernels" / f"{'0' * 64}.so", b"half")
+    with pytest.raises(Killed):
+        seal_package(store.path, PackageLabel({}, [], [], [], {}))
+    with pytest.raises(Killed):
+        SurfaceStore(package / "surfaces").save(surface)
     monkeypatch.undo()
     (build_directory,) = work
     build_directory.mkdir(exist_ok=True)  # Python removed it, which a killed one cannot
     (build_directory / "half.o").write_bytes(b"half")
 
-    leftovers = {path for path in (*tmp_path.iterdir(), *store.path.iterdir())} - {store.path}
-    assert len(leftovers) == 4
+    folders = {store.path, store.path / "regions", store.path / "kernels"}
+    leftovers = {
+        *tmp_path.iterdir(), *(path for folder in folders for path in folder.iterdir()),
+        *(package / "surfaces").iterdir(),
+    } - folders  # fmt: skip
+    assert len(leftovers) == 6
     assert not native.library_path(tmp_path).exists()
     for path in leftovers:
         set_age(path, MAX_AGE_S - 60)
-    assert remove_leftovers(tmp_path, NOW) == []
+    assert remove_leftovers(tmp_path, NOW, package) == []
     for path in leftovers:
         set_age(path, MAX_AGE_S + 60)
-    assert set(remove_leftovers(tmp_path, NOW)) == leftovers
-    assert everything(tmp_path) == {store.path.name}
+    assert set(remove_leftovers(tmp_path, NOW, package)) == leftovers
+    name = store.path.name
+    assert everything(tmp_path) == {name, f"{name}/regions", f"{name}/kernels"}
+    assert everything(package) == {"surfaces"}
 
 
 def test_other_names_stay(tmp_path: Path) -> None:
@@ -92,8 +111,9 @@ def test_other_names_stay(tmp_path: Path) -> None:
         tmp_path / "kernels-build-x" / "file",
         tmp_path / "deep" / ".kernels-build-abc" / "file",
         regions / "manifest.json",
-        regions / "attention-0.json",
-        regions / ".attention-0.json",
+        regions / "regions" / "attention-0.json",
+        regions / "regions" / ".attention-0.json",
+        regions / "deep" / ".attention-0.json.abcdefgh",
         regions / ".notes.txt",
         other / ".attention-0.json.abcdefgh",
     ]

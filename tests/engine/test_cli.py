@@ -127,6 +127,8 @@ def test_characters_are_never_split(
         (("generate", "x", "--prompts-file", "p"), "choose one"),
         (("chat", "--max-tokens", "0"), "max_tokens must be at least 1, got 0"),
         (("config",), "ACTION"),
+        (("config", "check", "x.yaml"), "arguments: x.yaml; a deployment is given with --config"),
+        (("config", "show", "x"), "unrecognized arguments: x (see decodegrid --help)"),
         (("config", "check", "--set", "scheduler.max_num_reqs=0"), "max_num_reqs"),
     ],
 )

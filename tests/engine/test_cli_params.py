@@ -99,6 +99,10 @@ def test_what_does_not_print_is_escaped() -> None:
         (("--prompt-logprobs", "-1"), "prompt_logprobs must be 0 to 20, got -1"),
         (("--stop", ""), "stop must not hold an empty string"),
         (("--logprobs", "1", "--set", "grid.rich=false"), "logprobs is not served by this depl"),
+        (("--json-schema", '{"type": "object"}'), "takes the name of a file that holds the text"),
+        (("--json-schema", '{"a": "' + "x" * 5000 + '"}'), "--json-schema is '{\"a\": \"xxx"),
+        (("--grammar", 'root ::= "a"'), "--grammar is 'root ::= \"a\"'; it takes the name"),
+        (("--json-schema", "none.json"), "none.json: No such file"),
     ],
 )
 def test_errors_are_one_line(call: Any, flags: tuple[str, ...], message: str) -> None:

@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 
 from decodegrid.configs.sections import SamplingSection
-from decodegrid.engine.batch_body import BodyError, read_body
+from decodegrid.engine.batch_body import read_body
+from decodegrid.engine.chat_body import BodyError
 from decodegrid.engine.cli import _Parser, main
 from decodegrid.engine.cli_options import add_grammar_options, grammar_from_options
 from decodegrid.engine.grammar_compiler import GrammarCompiler

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from decodegrid.configs.grammar_section import StructuredOutputsSection
+from decodegrid.engine import grammar_compiler
+from decodegrid.engine.async_llm import AsyncLLM
 from decodegrid.engine.grammar_compiler import GrammarCompiler
 from decodegrid.engine.grammar_params import GrammarSource, StructuredOutputsParams
 from decodegrid.engine.llm import LLM
@@ -245,6 +247,64 @@ def test_requests_that_wait_for_a_grammar_hold_up_nobody_and_can_be_aborted(
         table.step()
     assert waiting[1].output().outputs[0].text == "ab" and not table.has_unfinished
     table.discard([*waiting, free])
+
+
+@pytest.fixture
+def used_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads in which the grammar library checked or compiled something."""
+    threads: list[str] = []
+    check, compile_it = grammar_compiler.check_grammar, GrammarCompiler._compile
+
+    def watched_check(source: GrammarSource) -> None:
+        threads.append(threading.current_thread().name)
+        check(source)
+
+    def watched_compile(self: GrammarCompiler, source: GrammarSource) -> Any:
+        threads.append(threading.current_thread().name)
+        return compile_it(self, source)
+
+    monkeypatch.setattr(grammar_compiler, "check_grammar", watched_check)
+    monkeypatch.setattr(GrammarCompiler, "_compile", watched_compile)
+    return threads
+
+
+def test_the_library_is_used_in_the_compilers_threads_alone(
+    make_runner: MakeRunner, tokenizer: Tokenizer, used_in: list[str]
+) -> None:
+    """The first use imports it, which takes seconds."""
+    llm = LLM.from_runner(make_runner(), tokenizer)
+    asked = params(structured_outputs=form(regex="ab"))
+    assert llm.generate([[20]], asked)[0].outputs[0].text == "ab"
+    assert len(used_in) == 2 and all(name.startswith("grammar-") for name in used_in)
+
+
+def test_a_check_that_takes_too_long_is_left_to_the_limit_of_the_request(
+    make_runner: MakeRunner, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = StructuredOutputsSection(compile_threads=1, compile_timeout_s=0.2)
+    llm = LLM.from_runner(make_runner(), tokenizer, structured_outputs=settings)
+    release = threading.Event()
+    monkeypatch.setattr(grammar_compiler, "check_grammar", lambda source: release.wait())
+    made = llm.generate([[20]], params(structured_outputs=form(regex="ab")))[0].outputs[0]
+    assert made.finish_reason == "error" and "not compiled after 0.2 s" in str(made.error)
+    release.set()
+    assert llm.generate([[20]], params(8))[0].outputs[0].finish_reason == "length"
+
+
+def test_an_async_caller_waits_for_no_grammar(
+    make_runner: MakeRunner, tokenizer: Tokenizer, used_in: list[str]
+) -> None:
+    """submit() returns while the library is still busy; what is no grammar ends as an error."""
+    engine = AsyncLLM(LLM.from_runner(make_runner(), tokenizer))
+    with_grammar = engine.submit([20], params(structured_outputs=form(regex="ab")))
+    refused = engine.submit([20], params(structured_outputs=form(grammar='start ::= "a"')))
+    assert threading.current_thread().name not in used_in
+    assert with_grammar.result(60).outputs[0].text == "ab"
+    made = refused.result(60).outputs[0]
+    assert made.finish_reason == "error"
+    assert "the grammar does not compile: " in str(made.error) and "root" in str(made.error)
+    engine.close()
+    assert used_in and all(name.startswith("grammar-") for name in used_in)
 
 
 def test_what_cannot_be_a_grammar_is_refused_before_anything_is_queued(

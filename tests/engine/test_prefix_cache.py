@@ -181,7 +181,9 @@ def test_the_second_time_nothing_but_the_rest_is_computed(make_windowed: Any, to
     want = toy.generate(prompt, 8)
     assert engine.generate(prompt) == want
     assert engine.runner.num_prefilled == 22
-    assert engine.generate(prompt) == want
+    again = engine.request(prompt)
+    engine.run(again)
+    assert again.output_token_ids == want and again.num_cached_tokens == 20
     assert engine.runner.num_prefilled == 22 + 2
     stats = engine.prefix.stats
     assert (stats.num_tokens, stats.num_tokens_hit, stats.num_blocks_hit) == (44, 20, 5)
@@ -266,6 +268,8 @@ def test_a_preempted_request_finds_its_own_blocks(make_windowed: Any, toy: Any) 
         for request, prompt in zip(requests, prompts, strict=True):
             assert request.output_token_ids == toy.generate(prompt, 30)
         assert sum(request.num_preemptions for request in requests) > 0
+        # What a preempted request finds again was computed for it.
+        assert {request.num_cached_tokens for request in requests} <= {None, 0}
         computed.append(runner.num_prefilled)
     assert computed[0] < computed[1]
 

@@ -89,13 +89,16 @@ def test_hits_and_misses_decode_the_same(make_llm: Callable[..., LLM]) -> None:
     text = list(cached.tokenizer.encode(TRUNK))
     for turn in range(3):
         before = stats.num_tokens_hit
-        ids = cached.generate([text], greedy)[0].outputs[0].token_ids
+        output = cached.generate([text], greedy)[0]
+        assert output.num_cached_tokens == stats.num_tokens_hit - before
+        ids = output.outputs[0].token_ids
         logits = cached.oracle.logits(torch.tensor([*text, *ids]))  # type: ignore[attr-defined]
         assert logits[len(text) - 1 : -1].argmax(-1).tolist() == list(ids)
         if turn:  # all full blocks of the turns before, answers included
             known = len(text) - 2
             assert stats.num_tokens_hit - before == known // BLOCK * BLOCK
         text += [*ids, 40]
+    assert plain.generate([text], greedy)[0].num_cached_tokens == 0
 
 
 def test_preempted_requests_of_a_small_pool(make_llm: Callable[..., LLM]) -> None:

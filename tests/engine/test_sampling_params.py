@@ -130,7 +130,7 @@ def test_accepted() -> None:
     SamplingParams(presence_penalty=-2, frequency_penalty=2.0, min_tokens=16, prompt_logprobs=0)
     assert SamplingParams(min_tokens=10**9, max_tokens=None).min_tokens == 10**9
     with pytest.raises(TypeError):
-        SamplingParams(best_of=2)  # type: ignore[call-arg]
+        SamplingParams(bes_of=2)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("seed", [0, 1, MAX_SEED])

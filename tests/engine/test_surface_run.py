@@ -121,7 +121,8 @@ def test_profile_prints_and_keeps(
     out = capsys.readouterr().out
     assert "context 9" in out and "kept as" in out
     data = json.loads((tmp_path / "s.json").read_text())
-    assert data["context_len"] == 9 and len(data["points"]) == 9
+    (surface,) = data["surfaces"]
+    assert surface["context_len"] == 9 and len(surface["pairs"]) == 9
     for wrong, message in (
         (["--repeats", "0"], "--repeats is 0"),
         (["--context-len", "0"], "--context-len is 0"),

@@ -135,9 +135,13 @@ def test_time_outside_the_graph_makes_drafts_pay() -> None:
 def test_drift_from_the_surface_is_flagged() -> None:
     policy = make_policy()
     key = GraphKey(1, 4)
-    for _ in range(60):
+    for _ in range(49):
+        policy.record_step(StepDone(key, 1, 2, 18e-3 * 2.5, 0.0))
+    words = "step time over the surface's: 2.50 (not judged yet, median of 49 steps; it needs 50)"
+    assert words in "\n".join(policy.status())
+    for _ in range(200):
         policy.record_step(StepDone(key, 1, 2, 18e-3 * 1.2, 0.0))
-    assert "1.20 (no drift)" in "\n".join(policy.status())
+    assert "1.20 (no drift, median of 200 steps)" in "\n".join(policy.status())
     for _ in range(200):
         policy.record_step(StepDone(key, 1, 2, 18e-3 * 1.5, 0.0))
     assert "1.50 (DRIFTED" in "\n".join(policy.status())

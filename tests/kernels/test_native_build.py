@@ -138,7 +138,7 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_found() -> str:
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(native, "get_cpp_compiler", none_found)
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none_found)
     with pytest.raises(NativeBuildError, match=r"^no C\+\+ compiler: No working C\+\+ compiler"):
         build_library(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()

@@ -1,0 +1,124 @@
+"""Errors of the API and their bodies, as OpenAI's clients read them.
+
+Owns the statuses, types and codes, and which error of the engine becomes which. Data flow: an
+exception -> ApiError -> status, headers and JSON.
+"""
+
+import re
+from dataclasses import fields
+from typing import Any, Final
+
+from decodegrid.engine.chat_body import BodyError
+from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.sampling_params import SamplingParams
+
+Json = Any
+"""What json.dumps takes."""
+
+_FIELDS: Final = frozenset(field.name for field in fields(SamplingParams))
+_FIRST_WORDS: Final = (
+    ("stop token id", "stop_token_ids"),
+    ("trigger token id", "structured_outputs"),
+)
+"""Of the engine's refusals that begin with no field's name."""
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        """kind: OpenAI's `type`. retry_after_s: seconds after which it may be different."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Json]:
+        """The JSON of the answer."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer beside the usual ones."""
+        found = {}
+        if self.retry_after_s is not None:
+            found["Retry-After"] = str(self.retry_after_s)
+        if self.status == 401:
+            found["WWW-Authenticate"] = "Bearer"
+        return found
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an error; nothing of one that no request can cause."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        param = error.param if isinstance(error, BodyError) else None
+        return ApiError(400, str(error), param=param)
+    return server_error("the server failed; its log has the reason")
+
+
+def blame(error: RequestError, source: str) -> RequestError:
+    """An error of the engine with the field that its first words name.
+
+    source: the field of the prompt.
+    """
+    if isinstance(error, BodyError):
+        return error
+    message = str(error)
+    for words, name in (("the prompt", source), ("prompt token id", source), *_FIRST_WORDS):
+        if message.startswith(words):
+            return BodyError(message, name)
+    first = re.split(r"[ .\[]", message, maxsplit=1)[0]
+    return BodyError(message, first if first in _FIELDS else None)
+
+
+def server_error(message: str) -> ApiError:
+    """A failure of the server itself."""
+    return ApiError(500, message, kind="server_error")
+
+
+def unavailable(message: str, retry_after_s: int = 5) -> ApiError:
+    """The server serves nobody for now."""
+    return ApiError(
+        503, message, kind="server_error", code="unavailable", retry_after_s=retry_after_s
+    )
+
+
+def context_error(num_prompt: int, num_asked: int | None, max_model_len: int) -> ApiError | None:
+    """The refusal of a prompt that leaves no room for its output; None where it does.
+
+    num_asked: max_tokens, where the request gives it.
+    """
+    what = f"the context of the model has {max_model_len} tokens"
+    if num_prompt >= max_model_len:
+        message = (
+            f"{what}; the prompt has {num_prompt}, "
+            f"and may have at most {max_model_len - 1} so that one can follow"
+        )
+    elif num_asked is not None and num_prompt + num_asked > max_model_len:
+        message = (
+            f"{what}; {num_prompt + num_asked} are asked for, {num_prompt} of the prompt and "
+            f"{num_asked} of the output"
+        )
+    else:
+        return None
+    return ApiError(400, message, code="context_length_exceeded")
