@@ -20,7 +20,7 @@ from decodegrid.engine.bench_policies import (
     policy_names,
 )
 from decodegrid.engine.bench_prompts import PromptSource
-from decodegrid.engine.cli_options import add_config_options
+from decodegrid.engine.cli_options import add_config_options, add_package_option
 
 MAX_REPEATS = 1000
 MAX_REQUESTS = 100_000
@@ -58,6 +58,7 @@ def add_workload_options(parser: argparse.ArgumentParser, num_requests: int) -> 
 def add_common_options(parser: argparse.ArgumentParser, num_requests: int) -> None:
     """Deployment, prompts, repeats, and where the result goes."""
     add_config_options(parser)
+    add_package_option(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--prompts",

@@ -18,6 +18,10 @@ from decodegrid.engine.llm import LLM
 
 if TYPE_CHECKING:
     from decodegrid.capture.package_swap import Staging
+    from decodegrid.capture.surface import Surface
+    from decodegrid.engine.runner import Runner
+
+EXIT_NOT_PROVEN = 1
 
 
 def add_capture_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -35,6 +39,12 @@ def add_capture_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPa
         metavar="DIR",
         help="the package, which takes the place of an earlier one (default: compile.package, or "
         "else the cache directory)",
+    )
+    parser.add_argument(
+        "--prove",
+        action="store_true",
+        help="prove the captured graphs first (see doctor --self-test); where a proof fails, "
+        "nothing is written and the exit status is 1",
     )
     parser.add_argument(
         "--no-report", action="store_true", help="no start-up report on standard error"
@@ -55,12 +65,11 @@ def _capture(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM])
     loaded = replace(loaded, config=config)
     check_before_start(loaded)
     with nullcontext() if out is None else Staging(out) as staging:
-        print(_run(args, loaded, staging))
-    return 0
+        return _run(args, loaded, staging)
 
 
-def _run(args: argparse.Namespace, loaded: LoadedConfig, staging: "Staging | None") -> str:
-    """Start the deployment and write it down; returns the line to print."""
+def _run(args: argparse.Namespace, loaded: LoadedConfig, staging: "Staging | None") -> int:
+    """Start the deployment, prove it where asked to, and write it down."""
     from decodegrid.engine.build import build_runner
     from decodegrid.engine.package_write import keep_in_cache, package_bytes, write_package
     from decodegrid.engine.surface_run import obtain_surface
@@ -71,7 +80,14 @@ def _run(args: argparse.Namespace, loaded: LoadedConfig, staging: "Staging | Non
     surface, note = obtain_surface(runner, loaded)
     if surface is None:
         print(f"no step times in the package: {note}", file=sys.stderr)
-    documents: dict[str, str] = {}
+    if args.prove:
+        from decodegrid.engine.proofs import run_proofs
+
+        report = run_proofs(runner, loaded.config.speculation.draft_temperatures)
+        print(report.format())
+        if not report.ok:
+            return EXIT_NOT_PROVEN
+    documents = {} if surface is None else {"ledger.json": _ledger(runner, loaded, surface)}
     if staging is None:
         manifest = keep_in_cache(runner, documents)
         assert runner.source is not None
@@ -80,4 +96,12 @@ def _run(args: argparse.Namespace, loaded: LoadedConfig, staging: "Staging | Non
         manifest = write_package(runner, staging, [surface] if surface else [], documents)
         place = staging.target
     megabytes = package_bytes(manifest) / 2**20
-    return f"{place}: {len(manifest.files)} files, {megabytes:.1f} MiB"
+    print(f"{place}: {len(manifest.files)} files, {megabytes:.1f} MiB")
+    return 0
+
+
+def _ledger(runner: "Runner", loaded: LoadedConfig, surface: "Surface") -> str:
+    """What was compiled and captured, and what it costs; it names no file of this machine."""
+    from decodegrid.engine.ledger import Measured, ledger_text
+
+    return ledger_text(runner, loaded, Measured((surface,)), ("decodegrid", "capture"))

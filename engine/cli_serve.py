@@ -11,8 +11,12 @@ import os
 import sys
 from collections.abc import Callable
 
-from decodegrid.configs.load import LoadedConfig, load_config
-from decodegrid.engine.cli_options import add_config_options
+from decodegrid.configs.load import LoadedConfig
+from decodegrid.engine.cli_options import (
+    add_config_options,
+    add_package_option,
+    load_from_options,
+)
 from decodegrid.engine.llm import LLM
 
 
@@ -27,6 +31,7 @@ def add_serve_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         allow_abbrev=False,
     )
     add_config_options(parser)
+    add_package_option(parser)
     parser.add_argument("--host", metavar="ADDRESS", help="default: the deployment's server.host")
     parser.add_argument(
         "--port", type=int, metavar="N", help="0: a free one (default: the deployment's)"
@@ -35,12 +40,11 @@ def add_serve_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _serve(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -> int:
-    overrides = list(args.overrides)
     if args.host is not None:
-        overrides.append(f"server.host={args.host!r}")
+        args.overrides = [*args.overrides, f"server.host={args.host!r}"]
     if args.port is not None:
-        overrides.append(f"server.port={args.port}")
-    loaded = load_config(args.config, overrides)
+        args.overrides = [*args.overrides, f"server.port={args.port}"]
+    loaded = load_from_options(args)
     engine_type = loaded.config.scheduler.engine_type
     if engine_type != "normal":
         raise ValueError(f"serve needs scheduler.engine_type normal, got {engine_type}")

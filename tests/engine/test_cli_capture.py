@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from decodegrid.capture.binding import Binding
 from decodegrid.capture.package import checked_file, read_manifest
 from decodegrid.capture.phases import PhaseClock
+from decodegrid.capture.profile_document import read_profile
 from decodegrid.capture.region_store import RegionStore, StoredRegion
 from decodegrid.capture.surface import Surface, SurfacePoint
 from decodegrid.configs.load import LoadedConfig
@@ -67,6 +69,7 @@ def test_a_package_is_written(
     assert manifest.facts == runner.facts
     assert manifest.names("regions") == ["regions/embed-0.json"]
     assert len(manifest.names("native")) == len(manifest.names("surfaces")) == 1
+    assert read_profile(out / "ledger.json").command == ["decodegrid", "capture"]
     for entry in manifest.files:
         checked_file(out, manifest, entry.name)
     assert capsys.readouterr().out.startswith(f"{out}: {len(manifest.files)} files, ")
@@ -153,7 +156,8 @@ def test_code_that_is_not_kept_in_files(
 
 
 VERBS = [
-    ["generate", "prompt"], ["chat"], ["batch", "in.jsonl", "out.jsonl"], ["profile"]
+    ["generate", "prompt"], ["chat"], ["batch", "in.jsonl", "out.jsonl"], ["profile"],
+    ["bench", "decode"], ["doctor", "--self-test"],
 ]  # fmt: skip
 
 
@@ -182,3 +186,20 @@ def test_verbs_that_start_take_a_package(
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
         assert not name or str(tmp_path / name) in error
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_what_is_not_proven_is_not_written(
+    started: list[LoadedConfig],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    ok: bool,
+) -> None:
+    report = SimpleNamespace(ok=ok, format=lambda: "proofs: as told")
+    monkeypatch.setattr("decodegrid.engine.proofs.run_proofs", lambda *args: report)
+    out = tmp_path / "package"
+    assert main(["capture", "--out", str(out), "--no-report", "--prove"]) == (0 if ok else 1)
+    assert capsys.readouterr().out.startswith("proofs: as told\n")
+    assert out.exists() is ok
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

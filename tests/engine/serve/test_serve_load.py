@@ -96,7 +96,8 @@ def test_a_client_that_does_not_read_takes_nobodys_place(start: Any, idle: Any) 
     body: Any = {"prompt": [20], "max_tokens": 300, "n": 8, "logprobs": 20, "stream": True}
     server.send(body, connection=stopped)
     server.wait_until(lambda: llm.stats.num_emitted == 8 * 300)
-    server.wait_until(lambda: idle(llm))
+    engine = server.state.health.engine
+    server.wait_until(lambda: engine.num_open == 0 and idle(llm))
     assert len(server.state.queue.open_ids) == 1, "the answer is small enough to be sent"
     small: Any = {"prompt": [20], "max_tokens": 2, "n": 8}
     assert server.post("/v1/completions", small).status_code == 200
