@@ -15,9 +15,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from decodegrid.capture.grid import GraphKey
-from decodegrid.configs.strict_json import load_json
+from decodegrid.configs.file_errors import first_problem
+from decodegrid.configs.strict_json import read_json
 
 MAX_FILE_BYTES = 64 * 2**20
+MAX_MEMORY_BYTES = 2**60
+MAX_CAPTURE_S = 1e9
 
 
 class CostError(ValueError):
@@ -28,8 +31,8 @@ class _CostFile(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     num_reqs: int
     num_query_tokens: int
-    memory_bytes: FiniteFloat = Field(ge=0)
-    capture_s: FiniteFloat = Field(ge=0)
+    memory_bytes: FiniteFloat = Field(ge=0, le=MAX_MEMORY_BYTES)
+    capture_s: FiniteFloat = Field(ge=0, le=MAX_CAPTURE_S)
 
 
 class _CostsFile(BaseModel):
@@ -63,17 +66,10 @@ def read_costs(path: Path) -> dict[GraphKey, PairCost]:
         CostError: names the file and what of it is wrong.
         OSError: the file cannot be read.
     """
-    if path.exists() and not path.is_file():
-        raise CostError(f"{path} is not a file")
-    size = path.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise CostError(f"{path}: {size} bytes; a file of costs has at most {MAX_FILE_BYTES}")
     try:
-        file = _CostsFile.model_validate(load_json(path.read_text(encoding="utf-8")))
+        file = _CostsFile.model_validate(read_json(path, MAX_FILE_BYTES))
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise CostError(f"{path}: {field}: {first['msg']}") from None
+        raise CostError(f"{path}: {first_problem(error)}") from None
     except ValueError as error:
         raise CostError(f"{path}: {error}") from None
     found: dict[GraphKey, PairCost] = {}

@@ -27,6 +27,7 @@ Floats = NDArray[np.float32]
 
 MAX_TOKENS = 2_000_000
 """Most tokens of a load, so that a simulation ends in minutes."""
+MAX_SIGMA = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Load:
     tokens: float = 100.0
     """Median of the output lengths."""
     sigma: float = 0.5
-    """Of the logarithm of the lengths; 0 for equal ones."""
+    """Of the logarithm of the lengths; 0 for equal ones, at most MAX_SIGMA."""
     alpha: float = 6.0
     """Of the Beta distribution of confidences, each draft's own."""
     beta: float = 2.0
@@ -59,7 +60,9 @@ class Load:
         for count, minimum in (("requests", 1), ("max_tokens", 1), ("seed", 0)):
             if getattr(self, count) < minimum:
                 raise ValueError(f"{count} is {getattr(self, count)}; at least {minimum} is needed")
-        if self.requests * self.tokens > MAX_TOKENS:
+        if self.sigma > MAX_SIGMA:
+            raise ValueError(f"sigma is {self.sigma:g}; at most {MAX_SIGMA:g} is allowed")
+        if self.requests > MAX_TOKENS or self.requests * self.tokens > MAX_TOKENS:
             raise ValueError(
                 f"requests = {self.requests} of tokens = {self.tokens:g} are more than the "
                 f"{MAX_TOKENS} tokens that are simulated"
@@ -114,7 +117,13 @@ class _Simulation:
         gaps = generator.exponential(1e3 / load.rate, load.requests)
         self.arrivals = np.cumsum(gaps)
         lengths = load.tokens * np.exp(load.sigma * generator.standard_normal(load.requests))
-        self.lengths = np.clip(np.rint(lengths), 1, load.max_tokens).astype(np.int64)
+        lengths = np.clip(np.rint(lengths), 1, min(load.max_tokens, MAX_TOKENS + 1))
+        if lengths.sum() > MAX_TOKENS:
+            raise ValueError(
+                f"the outputs that sigma = {load.sigma:g} and max_tokens = {load.max_tokens} allow "
+                f"have {lengths.sum():.4g} tokens; at most {MAX_TOKENS} are simulated"
+            )
+        self.lengths = lengths.astype(np.int64)
         self.rows: list[_Row] = []
         self.steps: Counter[tuple[int, int]] = Counter()
         self.uses: dict[GraphKey, list[int]] = {}
@@ -193,6 +202,7 @@ def simulate_load(load: Load, grid: Grid, surface: Surface, limit: int | None = 
 
     Raises:
         SurfaceError: a pair has no time.
+        ValueError: the outputs that were drawn are too long together.
     """
     simulation = _Simulation(load, grid, surface, limit)
     simulation.run()

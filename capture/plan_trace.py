@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from decodegrid.capture.grid import GraphKey
+from decodegrid.configs.file_errors import first_problem
 from decodegrid.configs.strict_json import load_json
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -225,13 +226,13 @@ def _from_parts(head: Any, lines: list[tuple[int, Any]]) -> GridTrace:
     try:
         file = _TraceFile.model_validate(head)
     except ValidationError as error:
-        raise TraceError(_first_error(error)) from None
+        raise TraceError(first_problem(error, "the object")) from None
     batches = list(file.batches)
     for number, value in lines:
         try:
             batches.append(_BatchFile.model_validate(value))
         except ValidationError as error:
-            raise TraceError(f"line {number}: {_first_error(error)}") from None
+            raise TraceError(f"line {number}: {first_problem(error, 'the object')}") from None
     return GridTrace(
         file.max_num_reqs,
         file.num_draft_tokens,
@@ -259,9 +260,3 @@ def _pairs(items: Iterable[_PairFile]) -> dict[GraphKey, PairUse]:
             raise TraceError(f"pairs: {key} is there twice")
         found[key] = PairUse(item.steps, item.pad_rows, item.surplus_tokens)
     return found
-
-
-def _first_error(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(map(str, first["loc"])) or "the object"
-    return f"{where}: {first['msg']}"

@@ -20,7 +20,10 @@ from pydantic import (
 
 from decodegrid.capture.grid import GraphKey
 from decodegrid.capture.surface import Surface, SurfaceError, SurfacePoint
-from decodegrid.configs.strict_json import load_json
+from decodegrid.configs.file_errors import first_problem
+from decodegrid.configs.strict_json import read_json
+
+MAX_FILE_BYTES = 64 * 2**20
 
 
 class ProfileError(ValueError):
@@ -207,14 +210,12 @@ def profile_text(profile: Profile) -> str:
 def read_profile(path: Path) -> Profile:
     """Read a profile. Raises ProfileError for its content, OSError for the file."""
     try:
-        data = load_json(path.read_bytes().decode("utf-8"))
+        data = read_json(path, MAX_FILE_BYTES)
         profile = Profile.model_validate(data)
         for surface in profile.surfaces:
             surface.surface()
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise ProfileError(f"{path}: {field}: {first['msg']}") from error
+        raise ProfileError(f"{path}: {first_problem(error)}") from error
     except (SurfaceError, ValueError) as error:
         raise ProfileError(f"{path}: {error}") from error
     return profile

@@ -6,15 +6,15 @@ there is none.
 """
 
 import fnmatch
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from decodegrid.capture.grid import GraphKey
-from decodegrid.capture.profile_document import ProfileError, read_profile
+from decodegrid.capture.profile_document import MAX_FILE_BYTES, ProfileError, read_profile
 from decodegrid.capture.surface import Surface, SurfaceError
+from decodegrid.configs.strict_json import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ def read_surface(path: Path) -> Surface:
         OSError: the file cannot be read.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise SurfaceError(f"{path}: not readable as JSON: {error}") from None
+        data = read_json(path, MAX_FILE_BYTES)
+    except ValueError as error:
+        raise SurfaceError(f"{path}: {error}") from None
     if isinstance(data, dict) and "surfaces" in data:
         try:
             return read_profile(path).surfaces[0].surface()

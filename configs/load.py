@@ -18,8 +18,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from decodegrid.configs.cross_field import CrossFieldError
 from decodegrid.configs.env import default_cache_dir
-from decodegrid.configs.schema import CrossFieldError, DeploymentConfig
+from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.configs.yaml_nodes import Document, NodePath, Value, parse
 
 CONFIGS_DIR = Path(__file__).resolve().parent
@@ -33,8 +34,6 @@ FROM_SET = "--set"
 _MESSAGES = MappingProxyType(
     {
         "bool_type": "must be true or false",
-        "byte_size": "must be a whole number of bytes, or a size such as 512MiB",
-        "byte_size_unit": "must be a whole number of bytes, or a size such as 512MiB",
         "finite_number": "must be a finite number",
         "float_type": "must be a number",
         "int_type": "must be a whole number",
@@ -223,10 +222,8 @@ class _Tree:
         given = details["input"]
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, CrossFieldError):
-            return [
-                f"{self._place(tuple(key.split('.')))}: {key}: {message}"
-                for key, message in cause.problems
-            ]
+            places = [((*path, *key.split(".")), message) for key, message in cause.problems]
+            return [f"{self._place(at)}: {_dotted(at)}: {message}" for at, message in places]
         if details["type"] == "extra_forbidden":
             return [f"{self._place(path, at_key=True)}: {_unknown_key(path)}"]
         if isinstance(cause, ValueError):

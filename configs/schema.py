@@ -10,8 +10,10 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from decodegrid.configs.cross_field import CrossFieldError
 from decodegrid.configs.dump_section import DumpSection
 from decodegrid.configs.grammar_section import StructuredOutputsSection
+from decodegrid.configs.sampling_section import SamplingSection
 from decodegrid.configs.sections import (
     CacheSection,
     CompileSection,
@@ -19,25 +21,12 @@ from decodegrid.configs.sections import (
     GridSection,
     ModelSection,
     PrefillSection,
-    SamplingSection,
     SchedulerSection,
     Section,
     SpeculationSection,
     SurfaceSection,
 )
 from decodegrid.configs.server_section import ServerSection
-
-
-class CrossFieldError(ValueError):
-    """Fields that are legal alone and contradict each other.
-
-    `problems` holds (dotted key of the field to change, message) pairs; the messages name every
-    field that takes part, and its value.
-    """
-
-    def __init__(self, problems: tuple[tuple[str, str], ...]) -> None:
-        super().__init__("; ".join(f"{key}: {message}" for key, message in problems))
-        self.problems = problems
 
 
 class DeploymentConfig(Section):

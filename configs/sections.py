@@ -11,12 +11,14 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ByteSize,
     ConfigDict,
     Field,
     field_validator,
     model_validator,
 )
+
+from decodegrid.configs.byte_size import NumBytes
+from decodegrid.configs.cross_field import CrossFieldError
 
 
 def _as_tuple(value: object) -> object:
@@ -31,15 +33,10 @@ def _check_verify_tokens(value: object) -> object:
     return value
 
 
-def _check_top_k(value: int) -> int:
-    if value != -1 and value < 1:
-        raise ValueError("must be -1 (all tokens) or at least 1")
-    return value
-
-
-def _check_temperature(value: float) -> float:
-    if value != 0 and not 1e-5 <= value <= 100.0:
-        raise ValueError("must be 0 (greedy) or 1e-05 to 100")
+def _check_auto_switch(value: object) -> object:
+    """One message for the union, as above."""
+    if value != "auto" and not isinstance(value, bool):
+        raise ValueError('must be true, false or "auto"')
     return value
 
 
@@ -151,7 +148,9 @@ class SchedulerSection(Section):
     "completion": only decodes, from states handed over; a request waits until there are blocks for
     its full length."""
 
-    async_scheduling: bool | Literal["auto"] = "auto"
+    async_scheduling: Annotated[
+        bool | Literal["auto"], BeforeValidator(_check_auto_switch)
+    ] = "auto"
     """Whether a decode step is launched before the results of the last one are looked at, so that
     the host's work is hidden behind the device's. The text is the same either way. A request's end
     is seen one step late, which costs its row in that step. "auto": on CUDA. On the CPU a launch
@@ -189,7 +188,7 @@ class CacheSection(Section):
     """Blocks in the pool with the null block, 2 to 16777216; 0 for as many as `max_num_reqs`
     requests of `max_model_len` tokens need."""
 
-    pool_bytes: Annotated[ByteSize, Field(ge=0, le=2**50)] = ByteSize(0)
+    pool_bytes: Annotated[NumBytes, Field(ge=0, le=2**50)] = 0
     """Most bytes of the pool, as a number or with a unit ("512MiB"); 0 for no such limit."""
 
     memory_fraction: Annotated[float, Field(ge=0.0, le=0.95)] = 0.0
@@ -212,7 +211,8 @@ class CacheSection(Section):
             if getattr(self, name)
         ]
         if len(given) > 1:
-            raise ValueError(f"the pool has one size, got {' and '.join(given)}")
+            message = f"the pool has one size, got {' and '.join(given)}"
+            raise CrossFieldError(((given[-1].split()[0].removeprefix("cache."), message),))
         return self
 
     @field_validator("block_size")
@@ -326,19 +326,3 @@ class CompileSection(Section):
 
     progress: bool = True
     """Whether compilation and capture draw a progress bar on standard error."""
-
-
-class SamplingSection(Section):
-    """What the command line samples with where its flags say nothing."""
-
-    temperature: Annotated[float, AfterValidator(_check_temperature)] = 0.7
-    """Divides the logits, 1e-5 to 100; 0 takes the most probable token."""
-
-    max_tokens: Annotated[int, Field(ge=1)] = 128
-    """Most tokens to emit for a prompt, at least 1."""
-
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the distribution whose most probable tokens are drawn from, above 0 to 1 (all)."""
-
-    top_k: Annotated[int, AfterValidator(_check_top_k)] = -1
-    """Number of most probable tokens that are drawn from, at least 1; -1 for all."""

@@ -6,8 +6,10 @@ here. Reads no file and no environment.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import Field, model_validator
 
+from decodegrid.configs.byte_size import NumBytes
+from decodegrid.configs.cross_field import CrossFieldError
 from decodegrid.configs.sections import Section
 
 
@@ -31,7 +33,7 @@ class ServerSection(Section):
     """Prompt tokens of the requests that have no first token yet; what comes on top gets 429. A
     request that finds none waiting is taken whatever its length."""
 
-    max_body_bytes: Annotated[ByteSize, Field(ge=1024, le=2**31)] = ByteSize(4 * 2**20)
+    max_body_bytes: Annotated[NumBytes, Field(ge=1024, le=2**31)] = 4 * 2**20
     """Largest body of a request, 1 KiB to 2 GiB; a larger one gets 413 and is not read."""
 
     request_timeout_s: Annotated[float, Field(ge=0.0, le=86400.0)] = 600.0
@@ -55,8 +57,6 @@ class ServerSection(Section):
     @model_validator(mode="after")
     def _exit_behind_stall(self) -> Self:
         if 0 < self.stall_exit_s < self.stall_s:
-            raise ValueError(
-                f"stall_exit_s must be 0 (never) or at least stall_s = {self.stall_s:g}, "
-                f"got {self.stall_exit_s:g}"
-            )
+            message = f"must be 0 (never) or at least server.stall_s = {self.stall_s:g}"
+            raise CrossFieldError((("stall_exit_s", f"{message}, got {self.stall_exit_s:g}"),))
         return self

@@ -1,10 +1,11 @@
 """JSON as the standard has it, from users: what Python's reader lets through or words badly.
 
-Owns the refusal of NaN and infinity, of keys that stand twice in an object, of numbers of thousands
-of digits and of nesting beyond the reader's stack.
+Owns how much of a file is read, and the refusal of NaN and infinity, of keys that stand twice in an
+object, of numbers of thousands of digits and of nesting beyond the reader's stack.
 """
 
 import json
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -42,3 +43,18 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise _JsonError(f"the key {key!r} is there twice")
         found[key] = value
     return found
+
+
+def read_json(path: Path, max_bytes: int) -> Any:
+    """The value of a JSON file. Raises ValueError, without the file's name, for what is no such
+    file: a device or a directory, a longer one, other bytes than UTF-8; OSError."""
+    if path.exists() and not path.is_file():
+        raise ValueError("is not a file")
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise ValueError(f"{size} bytes; at most {max_bytes} are read")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8 text") from None
+    return load_json(text)

@@ -29,6 +29,7 @@ _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 # int() of a longer text raises, and no field takes such a number.
 _MAX_INT_DIGITS = 4000
 
@@ -161,6 +162,11 @@ class _NodeReader:
     def _scalar(self, node: yaml.ScalarNode) -> Value:
         text: str = node.value
         if node.style is not None:  # quoted, or a block
+            # An escape can write what no name of a file, host or model can hold.
+            bad = _NO_TEXT.search(text)
+            if bad is not None:
+                self._problem(node, f"a text cannot hold the character U+{ord(bad[0]):04X}")
+                return ""
             return text
         if _NULL.fullmatch(text):
             return None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from decodegrid.configs.sections import SamplingSection
+from decodegrid.configs.sampling_section import SamplingSection
 from decodegrid.engine.batch_form import FORM_FIELDS, read_form
 from decodegrid.engine.batch_logprobs import (
     Json,

@@ -3,9 +3,12 @@
 Owns the lines: what a request line holds, the order of the answers (that of the requests), and the
 file that is written. A line that cannot be served gets an error in its place, and the others go on.
 Answers are written to OUTPUT.partial as soon as those before them are there, and the file gets its
-name when all are; a run that is cut off leaves what it had in OUTPUT.partial.
+name when all are; a run that is cut off leaves what it had in OUTPUT.partial, which one run at a
+time may hold.
 """
 
+import fcntl
+import io
 import json
 import os
 import re
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decodegrid.configs.sections import SamplingSection
+from decodegrid.configs.sampling_section import SamplingSection
 from decodegrid.configs.strict_json import load_json
 from decodegrid.engine.batch_body import (
     URLS,
@@ -29,6 +32,7 @@ from decodegrid.engine.chat_body import BodyError
 from decodegrid.engine.cli_input import decode_utf8
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.output_stream import OutputStream
+from decodegrid.engine.profile_targets import check_file
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_output import RequestOutput
 
@@ -84,33 +88,86 @@ def partial_path(output: Path) -> Path:
 
 
 def check_output(source: Path, output: Path, *, overwrite: bool) -> None:
-    """Refuse an output that cannot or should not be written; raises RequestError."""
-    if output.exists() and source.exists() and output.samefile(source):
-        raise RequestError(f"{output} is the input itself")
+    """Refuse an output that cannot or should not be written; raises ValueError."""
     for path in (output, partial_path(output)):
+        if path.exists() and source.exists() and path.samefile(source):
+            raise RequestError(f"{path} is the input itself")
         if path.is_dir():
             raise RequestError(f"{path} is a directory")
         if path.exists() and not overwrite:
-            raise RequestError(f"{path} exists; --overwrite replaces it")
+            raise _exists(path)
     if not output.parent.is_dir():
         raise RequestError(f"{output.parent}: no such directory")
+    check_file("OUTPUT", output)
 
 
 def run_batch(
-    llm: LLM, lines: Sequence[BatchLine], output: Path, defaults: SamplingSection
+    llm: LLM,
+    lines: Sequence[BatchLine],
+    output: Path,
+    defaults: SamplingSection,
+    *,
+    overwrite: bool = False,
 ) -> BatchCounts:
-    """Answer every line and write `output`. defaults: see read_body. Raises OSError."""
+    """Answer every line and write `output`. defaults: see read_body. overwrite: whether there may
+    be an older output, or what a run that was cut off left of one.
+
+    Raises OSError, and RequestError where another run has come between.
+    """
     batch = _Batch(llm, defaults)
     for line in lines:
         batch.add(line)
     partial = partial_path(output)
-    with partial.open("w", encoding="utf-8") as file:
+    with _hold(partial, output, overwrite=overwrite) as file:
         for answer in batch.answers():
-            file.write(json.dumps(answer) + "\n")
-            file.flush()
+            _append(file, json.dumps(answer) + "\n", partial)
         os.fsync(file.fileno())
-    os.replace(partial, output)
+        # Within the lock: the name is given away by whoever holds the file.
+        os.replace(partial, output)
     return BatchCounts(batch.num_done, len(lines) - batch.num_done)
+
+
+def _exists(path: Path) -> RequestError:
+    return RequestError(f"{path} exists; --overwrite replaces it")
+
+
+def _hold(partial: Path, output: Path, *, overwrite: bool) -> io.FileIO:
+    """Open OUTPUT.partial, empty and locked: two runs would mix their answers in it.
+
+    The lock ends with the process, however it ends. Raises RequestError where another run has the
+    file, or where without `overwrite` one of the two has come to be since they were looked for.
+    """
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | (0 if overwrite else os.O_EXCL)
+        file = io.FileIO(os.open(partial, flags, 0o666), "w")
+    except FileExistsError:
+        raise _exists(partial) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The run that had the lock before may have given the file its name meanwhile.
+        if not partial.exists() or not os.path.samestat(os.fstat(file.fileno()), partial.stat()):
+            raise BlockingIOError
+        if output.exists() and not overwrite:
+            partial.unlink()
+            raise _exists(output)
+        file.truncate(0)
+    except BlockingIOError:
+        file.close()
+        raise RequestError(f"{partial} is written by another run") from None
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _append(file: io.FileIO, text: str, path: Path) -> None:
+    """Write a text now. Raises OSError with the file's name."""
+    rest = memoryview(text.encode())
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 class _Batch:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from decodegrid.configs.load import LoadedConfig
-from decodegrid.engine.batch_file import check_output, read_batch, run_batch
+from decodegrid.engine.batch_file import check_output, partial_path, read_batch, run_batch
 from decodegrid.engine.cli_options import (
     add_config_options,
     add_package_option,
@@ -52,10 +52,13 @@ def _batch(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -
     # Before the start-up, which takes a while.
     check_output(args.source, args.output, overwrite=args.overwrite)
     check_trace_target(args.trace)
+    _check_apart(args.trace, args.source, args.output)
     lines = read_batch(args.source)
     llm = build_llm(loaded)
     try:
-        counts = run_batch(llm, lines, args.output, loaded.config.sampling)
+        counts = run_batch(
+            llm, lines, args.output, loaded.config.sampling, overwrite=args.overwrite
+        )
         print(f"{args.output}: {counts.num_done} answered, {counts.num_refused} refused")
     finally:
         if not args.no_report and llm.stats.num_decode_steps:
@@ -64,3 +67,11 @@ def _batch(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -
         if note and not args.no_report:
             print(note, file=sys.stderr)
     return 0
+
+
+def _check_apart(trace: Path | None, source: Path, output: Path) -> None:
+    """Raise ValueError where the trace would be written over the requests or the answers."""
+    files = (("INPUT", source), ("OUTPUT", output), ("OUTPUT.partial", partial_path(output)))
+    for name, path in files:
+        if trace is not None and trace.resolve() == path.resolve():
+            raise ValueError(f"--trace and {name} are both {trace}; each needs its own file")

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
-
+from decodegrid.configs.byte_size import parse_size
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.llm import LLM
 
@@ -63,8 +62,8 @@ def _convert(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM])
 def _read_size(text: str) -> int:
     """Bytes of `text`, such as "4GiB" or "1000"; ValueError for anything else and for 0."""
     try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except (ValidationError, OverflowError):
+        size = parse_size(text)
+    except ValueError:
         size = 0
     if size < 1:
         raise ValueError(f"--max-shard-size is {text!r}; must be a size such as 4GiB or 512MB")

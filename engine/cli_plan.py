@@ -12,8 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 from uuid import uuid4
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
-
 from decodegrid.capture.grid import Grid, build_grid
 from decodegrid.capture.plan_costs import read_costs
 from decodegrid.capture.plan_load import Load, simulate_load
@@ -21,6 +19,7 @@ from decodegrid.capture.plan_times import candidate_keys, estimate_times
 from decodegrid.capture.plan_trace import GridTrace, read_trace
 from decodegrid.capture.surface import Surface, SurfaceError
 from decodegrid.capture.surface_search import read_surface
+from decodegrid.configs.byte_size import parse_size
 from decodegrid.configs.load import LoadedConfig, load_config
 from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.cli_options import add_config_options, load_from_options
@@ -203,8 +202,8 @@ def _load_of(text: str, config: DeploymentConfig) -> Load:
 
 def _size(text: str) -> int:
     try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
+        return parse_size(text)
+    except ValueError:
         message = f"{text!r} is no number of bytes and no size such as 2GiB"
         raise argparse.ArgumentTypeError(message) from None
 

@@ -109,6 +109,8 @@ class GrammarCompiler:
             self._queue.appendleft(check)
             self._start_thread()
             self._changed.wait_for(lambda: check.is_done or self._is_closed, self.timeout_s)
+            if check in self._queue:
+                self._queue.remove(check)
         if check.error is not None:
             raise check.error
 
@@ -125,6 +127,14 @@ class GrammarCompiler:
             self._queue.append(job)
             self._start_thread()
             return job
+
+    def withdraw(self, job: GrammarJob) -> None:
+        """Forget a job that nobody waits for any more, if it has not begun: it would hold up those
+        behind it."""
+        with self._changed:
+            if job in self._queue:
+                self._queue.remove(job)
+                del self._jobs[job.source]
 
     def matcher(self, job: GrammarJob) -> Matcher:
         """A fresh matcher of a job that is done."""

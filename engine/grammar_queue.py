@@ -4,6 +4,7 @@ Owns the wait between the arrival of such a request and its place in the schedul
 nothing itself. Used by the engine's thread; it never waits for a grammar while it has other work.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from time import monotonic
 
@@ -24,6 +25,8 @@ class GrammarQueue:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._waiting: dict[str, _Waiting] = {}
+        self._num_waiting: Counter[GrammarJob] = Counter()
+        """Requests of each job."""
 
     @property
     def has_waiting(self) -> bool:
@@ -35,22 +38,29 @@ class GrammarQueue:
         job = self._compiler.submit(request.grammar.source)
         deadline = monotonic() + self._compiler.timeout_s
         self._waiting[request.request_id] = _Waiting(request, job, deadline)
+        self._num_waiting[job] += 1
 
     def remove(self, request_id: str) -> Request | None:
         """Take a request out; None when it does not wait here."""
-        waiting = self._waiting.pop(request_id, None)
-        return None if waiting is None else waiting.request
+        return self._leave(request_id).request if request_id in self._waiting else None
 
     def take(self) -> list[Request]:
         """Requests whose wait is over: with a grammar, or failed."""
         done = [waiting for waiting in self._waiting.values() if self._settle(waiting)]
-        for waiting in done:
-            del self._waiting[waiting.request.request_id]
-        return [waiting.request for waiting in done]
+        return [self._leave(waiting.request.request_id).request for waiting in done]
 
     def wait(self, seconds: float) -> None:
         """Wait until a grammar is ready, at most so long."""
         self._compiler.wait(seconds)
+
+    def _leave(self, request_id: str) -> _Waiting:
+        """Take a request out, and with the last one that waited its job, if it has not begun."""
+        waiting = self._waiting.pop(request_id)
+        self._num_waiting[waiting.job] -= 1
+        if not self._num_waiting[waiting.job]:
+            del self._num_waiting[waiting.job]
+            self._compiler.withdraw(waiting.job)
+        return waiting
 
     def _settle(self, waiting: _Waiting) -> bool:
         request, job = waiting.request, waiting.job

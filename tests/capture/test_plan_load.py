@@ -112,9 +112,18 @@ def test_totals_come_from_the_rates_of_the_step_before_last(
         ({"sigma": -1.0}, "sigma is -1.0; a finite number of at least 0"),
         ({"requests": 0}, "requests is 0; at least 1"),
         ({"seed": -1}, "seed is -1; at least 0"),
+        ({"sigma": 10.5}, "sigma is 10.5; at most 10 is allowed"),
+        ({"requests": 10**400}, "more than the 2000000 tokens"),
         ({"requests": 10**6, "tokens": 1e3}, "more than the 2000000 tokens"),
     ],
 )
 def test_bad_loads(values, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Load(**({"rate": 1.0} | values))
+
+
+def test_lengths_that_are_drawn_have_a_bound_too() -> None:
+    """The median is small; what sigma makes of it is not."""
+    load = Load(1.0, 50, 10.0, 9.0, max_tokens=10**400)
+    with pytest.raises(ValueError, match=r"sigma = 9 .* at most 2000000 are simulated"):
+        run(load, build_grid(1, 2))

@@ -133,7 +133,9 @@ def test_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"format": 1, "pairs": []}, "pairs: List should have at least 1"),
         ({"format": 1, "pairs": [item, item]}, r"pairs\.1: \(1, 1\) is there twice"),
         ({"format": 1, "pairs": [item | {"num_reqs": 2}]}, r"pairs\.0: graph key \(2, 1\)"),
-        ({"format": 1, "pairs": [item | {"capture_s": -1}]}, r"pairs\.0\.capture_s"),
+        ({"format": 1, "pairs": [item | {"capture_s": -1}]}, r"pairs\.0\.capture_s: .* 0, got -1"),
+        ({"format": 1, "pairs": [item | {"capture_s": 1e308}]}, r"1000000000, got 1e\+308"),
+        ({"format": 1, "pairs": [item | {"memory_bytes": 1e308}]}, r"memory_bytes: .*, got 1e"),
         ({"format": 1, "pairs": [item | {"capture_s": float("nan")}]}, "NaN is no JSON number"),
         ({"format": 3, "pairs": [item]}, "format: Input should be 1"),
         ([], "the file: Input should be"),
@@ -146,5 +148,5 @@ def test_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CostError, match="not JSON at line 1, column 2"):
         read_costs(path)
     monkeypatch.setattr(plan_costs, "MAX_FILE_BYTES", 0)
-    with pytest.raises(CostError, match="a file of costs has at most 0"):
+    with pytest.raises(CostError, match="bytes; at most 0 are read"):
         read_costs(path)

@@ -259,7 +259,7 @@ def test_a_damaged_profile_is_named(
     [
         (b"", "not JSON at line 1"),
         (b"{", "not JSON at line 1"),
-        (b"\xff\xfe", "utf-8"),
+        (b"\xff\xfe", "byte 0 is not UTF-8 text"),
         (b"[]", "the file: Input should be"),
         (b'{"format": NaN}', "NaN is no JSON number"),
     ],

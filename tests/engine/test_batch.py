@@ -1,5 +1,7 @@
 """`decodegrid batch`: answers in order, errors in their place, and the file that is written."""
 
+import fcntl
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -232,6 +234,14 @@ def test_what_is_refused_before_the_start(
         ((source, output), f"{output} exists; --overwrite replaces it"),
         ((source, tmp_path / "other"), f"{partial} exists; --overwrite replaces it"),
         ((source, source, "--overwrite"), f"{source} is the input itself"),
+        ((partial, tmp_path / "other", "--overwrite"), f"{partial} is the input itself"),
+        ((source, tmp_path / "new", "--trace", tmp_path / "new"), "--trace and OUTPUT are both"),
+        (
+            (source, tmp_path / "new", "--trace", tmp_path / "new.partial"),
+            "--trace and OUTPUT.partial are both",
+        ),
+        ((empty, tmp_path / "new", "--trace", empty), "--trace and INPUT are both"),
+        ((source, "/proc/new"), "OUTPUT is /proc/new; /proc cannot be written to"),
         ((source, tmp_path, "--overwrite"), f"{tmp_path} is a directory"),
         ((source, tmp_path / "no" / "out"), "no such directory"),
         ((empty, tmp_path / "new"), f"{empty}: no request in it"),
@@ -269,6 +279,53 @@ def test_overwrite_and_a_run_that_is_cut_off(
     _, answers, _ = call(*lines, flags=("--overwrite",))
     assert [answer["custom_id"] for answer in answers] == ["short", "long"]
     assert not partial.exists()
+
+
+def test_two_runs_never_write_one_output(
+    call: Any, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever holds OUTPUT.partial goes on undisturbed; a run that was killed holds nothing."""
+    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    output.write_text("{}\n")
+    one = [line("a", prompt="x")]
+    held = partial.open("a")
+    held.write("half of a li")
+    held.flush()
+    fcntl.flock(held, fcntl.LOCK_EX)
+    status, answers, err = call(*one, flags=("--overwrite",))
+    assert status == 2 and answers == [{}]
+    assert f"{partial} is written by another run" in err and partial.read_text() == "half of a li"
+    held.close()
+    assert call(*one, flags=("--overwrite",))[1][0]["custom_id"] == "a"
+
+    # Files that came to be during the start-up, after they were looked for.
+    monkeypatch.setattr("decodegrid.engine.cli_batch.check_output", lambda *args, **named: None)
+    for path in (output, partial):
+        path.write_text('{"custom_id": "other"}\n')
+        output.touch()
+        status, _, err = call(*one)
+        assert status == 2 and "exists; --overwrite replaces it" in err
+        assert path.read_text() == '{"custom_id": "other"}\n'
+    partial.unlink()
+    output.unlink()
+    assert call(*one)[0] == 0 and not partial.exists()
+
+
+def test_a_full_disk_names_the_file(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    output.write_text("{}\n")
+    hold = batch_file._hold
+
+    def hold_full(*args: Any, **named: Any) -> io.FileIO:
+        hold(*args, **named).close()
+        return io.FileIO("/dev/full", "w")
+
+    monkeypatch.setattr(batch_file, "_hold", hold_full)
+    status, answers, err = call(line("a", prompt="x"), flags=("--overwrite", "--no-report"))
+    assert status == 2 and answers == [{}]
+    assert err == f"decodegrid: error: {partial}: No space left on device\n"
 
 
 def test_open_sampling_is_the_deployments(call: Any, tokenizer: Tokenizer, toy: Any) -> None:

@@ -150,7 +150,7 @@ def test_a_simulated_load(call: Any, surface: Path) -> None:
         (("--trace", "TRACE", "--set", "speculation.num_draft_tokens=3"), "the deployment has 3"),
         (("--trace", "TRACE", "--out", "/"), "--out is /, which is a directory"),
         (("--trace", "TRACE", "--out", "/none/x.yaml"), "there is no directory /none"),
-        (("--trace", "TRACE", "--surface", "TRACE"), "not readable as JSON"),
+        (("--trace", "TRACE", "--surface", "TRACE"), "not JSON at line 2, column 1"),
         (("--trace", "TRACE", "--costs", "TRACE"), "not JSON at line 2, column 1"),
         (("--arrivals", "requests=3"), "--arrivals needs rate=R"),
         (("--arrivals", "rate=0"), "--arrivals: rate is 0.0; a finite number above 0"),

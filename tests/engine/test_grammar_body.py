@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from decodegrid.configs.sections import SamplingSection
+from decodegrid.configs.sampling_section import SamplingSection
 from decodegrid.engine.batch_body import read_body
 from decodegrid.engine.chat_body import BodyError
 from decodegrid.engine.cli import _Parser, main

@@ -249,6 +249,40 @@ def test_requests_that_wait_for_a_grammar_hold_up_nobody_and_can_be_aborted(
     table.discard([*waiting, free])
 
 
+def test_grammars_of_requests_that_left_hold_up_no_other(
+    make_runner: MakeRunner, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has not begun is not compiled for nobody; what others wait for is."""
+    settings = StructuredOutputsSection(compile_threads=1)
+    llm = LLM.from_runner(make_runner(), tokenizer, structured_outputs=settings)
+    begun, release = threading.Event(), threading.Event()
+    real, compiled = GrammarCompiler._compile, []
+
+    def compile_one(self: GrammarCompiler, source: GrammarSource) -> Any:
+        begun.set()
+        release.wait(60)
+        compiled.append(source.text)
+        return real(self, source)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", compile_one)
+    table = llm.stream_table
+    texts = ["begun", *(f"left{i}" for i in range(9)), "kept", "kept"]
+    streams = [
+        table.build([20], params(structured_outputs=form(regex=text)), check_grammar=False)
+        for text in texts
+    ]
+    table.open(streams)
+    assert begun.wait(60)
+    for stream in streams[:-1]:
+        assert table.abort(stream.request_id) is stream
+    release.set()
+    while not streams[-1].is_finished:
+        table.step()
+    assert streams[-1].output().outputs[0].text == "kept"
+    assert compiled == ["begun", "kept"]
+    table.discard(streams)
+
+
 @pytest.fixture
 def used_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the threads in which the grammar library checked or compiled something."""

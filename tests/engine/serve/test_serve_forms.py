@@ -69,7 +69,7 @@ def scripted_server(
 
 @pytest.fixture
 def sampling() -> Any:
-    from decodegrid.configs.sections import SamplingSection
+    from decodegrid.configs.sampling_section import SamplingSection
 
     return SamplingSection(temperature=0.0, max_tokens=600)
 
@@ -170,7 +170,7 @@ def test_reasoning_has_its_own_field_and_count(
     ],
 )
 def test_what_a_chat_may_not_ask(fields: Any, param: str, tokenizer: Tokenizer) -> None:
-    from decodegrid.configs.sections import SamplingSection
+    from decodegrid.configs.sampling_section import SamplingSection
     from decodegrid.engine.chat_body import BodyError
 
     with pytest.raises(BodyError) as refusal:
