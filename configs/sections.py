@@ -148,9 +148,9 @@ class SchedulerSection(Section):
     "completion": only decodes, from states handed over; a request waits until there are blocks for
     its full length."""
 
-    async_scheduling: Annotated[
-        bool | Literal["auto"], BeforeValidator(_check_auto_switch)
-    ] = "auto"
+    async_scheduling: Annotated[bool | Literal["auto"], BeforeValidator(_check_auto_switch)] = (
+        "auto"
+    )
     """Whether a decode step is launched before the results of the last one are looked at, so that
     the host's work is hidden behind the device's. The text is the same either way. A request's end
     is seen one step late, which costs its row in that step. "auto": on CUDA. On the CPU a launch

@@ -51,8 +51,8 @@ def _batch(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -
     loaded = load_from_options(args)
     # Before the start-up, which takes a while.
     check_output(args.source, args.output, overwrite=args.overwrite)
-    check_trace_target(args.trace)
     _check_apart(args.trace, args.source, args.output)
+    check_trace_target(args.trace)
     lines = read_batch(args.source)
     llm = build_llm(loaded)
     try:
