@@ -28,7 +28,8 @@ def parse_size(text: str) -> int:
     if match is None or unit is None or (match[2] is not None and unit == 1):
         raise ValueError("must be a whole number of bytes, or a size such as 512MiB")
     whole, part = int(match[1]) * unit, match[2] or "0"
-    return whole + int(part) * unit // 10 ** len(part)
+    fraction = int(part) * unit // int("1" + "0" * len(part))
+    return whole + fraction
 
 
 def _as_bytes(value: object) -> object:

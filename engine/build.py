@@ -4,6 +4,7 @@ Owns the order of start-up and its phase table. Data flow: config -> model -> pa
 and buffers -> regions -> one captured graph per pair and prefill size -> Runner.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from decodegrid.engine.deployment_check import (
     weight_form,
 )
 from decodegrid.engine.ledger_start import StartUp
+from decodegrid.engine.native_start import start_native_kernels
 from decodegrid.engine.package_start import StartSource, open_source
 from decodegrid.engine.plain_progress import make_progress
 from decodegrid.engine.pool_size import (
@@ -55,7 +57,6 @@ from decodegrid.graphs.step_buffers import allocate_buffers
 from decodegrid.graphs.step_weights import storage_form
 from decodegrid.graphs.target_step import StepModel
 from decodegrid.graphs.weight_packing import pack_weights
-from decodegrid.kernels.native import install_native_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +220,9 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
     if options.native_cache_dir is not None:
         with clock.phase("native kernels"):
             if source is None:
-                install_native_kernels(options.native_cache_dir)
+                start_native_kernels(options.native_cache_dir, is_shown=options.show_progress)
             else:
-                source.install_native(options.native_cache_dir)
+                source.install_native(options.native_cache_dir, is_shown=options.show_progress)
     store = None if source is None else source.store
     region_clock = RegionClock(clock)
     compiler = RegionCompiler(options.compile_options, counters, region_clock, store=store)
@@ -276,7 +277,7 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
             dtype,
             weights=form,
             engram_tables=config.model.engram_tables,
-            progress=config.compile.progress,
+            progress=config.compile.progress and sys.stderr.isatty(),
         )
     drafts = config.speculation.num_draft_tokens
     capacity = capacity_of(config, resolve_num_blocks(config, model_config, None))

@@ -28,11 +28,11 @@ from decodegrid.capture.package import (
     seal_package,
 )
 from decodegrid.capture.region_store import RegionStore, facts_key, write_file
+from decodegrid.engine.native_start import start_native_kernels
 from decodegrid.engine.region_facts import PROGRAM_FACTS
 from decodegrid.kernels.native import (
     NativeBuildError,
     has_native_kernels,
-    install_native_kernels,
     library_path,
     load_native_kernels,
     loaded_library,
@@ -69,10 +69,10 @@ class StartSource:
         self._notes.append(line)
         _LOG.warning("%s", line)
 
-    def install_native(self, cache_dir: Path) -> None:
+    def install_native(self, cache_dir: Path, *, is_shown: bool = False) -> None:
         """Make the native kernels those of the directory, or build them in `cache_dir`.
 
-        Raises NativeBuildError.
+        is_shown: say so before a build. Raises NativeBuildError.
         """
         name = f"{NATIVE}/{library_path(Path()).name}"
         if has_native_kernels():
@@ -84,7 +84,7 @@ class StartSource:
             except (PackageError, NativeBuildError) as error:
                 self.needs_seal = True
                 self.note(f"{error}; built again")
-        install_native_kernels(cache_dir)
+        start_native_kernels(cache_dir, is_shown=is_shown)
 
     def finish(self, label: PackageLabel) -> None:
         """Complete the directory after a start: the native library, and the manifest.

@@ -151,8 +151,8 @@ class TestNativeLibrary:
         seal_package(package, label(FACTS))
         monkeypatch.setattr("decodegrid.engine.package_start.has_native_kernels", lambda: False)
         monkeypatch.setattr(
-            "decodegrid.engine.package_start.install_native_kernels",
-            lambda place: self.calls.append(("built", place)),
+            "decodegrid.engine.package_start.start_native_kernels",
+            lambda place, *, is_shown: self.calls.append(("built", place)),
         )
         monkeypatch.setattr(
             "decodegrid.engine.package_start.load_native_kernels",
