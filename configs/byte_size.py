@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 from pydantic import BeforeValidator
 
-_UNITS: Final = {
+_UNITS: Final[dict[str, int]] = {
     "": 1,
     "b": 1,
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)},
@@ -28,8 +28,7 @@ def parse_size(text: str) -> int:
     if match is None or unit is None or (match[2] is not None and unit == 1):
         raise ValueError("must be a whole number of bytes, or a size such as 512MiB")
     whole, part = int(match[1]) * unit, match[2] or "0"
-    fraction = int(part) * unit // int("1" + "0" * len(part))
-    return whole + fraction
+    return whole + int(part) * unit // int("1" + "0" * len(part))
 
 
 def _as_bytes(value: object) -> object:

@@ -1,7 +1,7 @@
 """The native kernels at start-up: built where they are not there yet, with a word about it.
 
-Owns the word. The build itself is `decodegrid.kernels.native`'s; it takes a minute, before the first
-compilation, whose progress is shown.
+Owns the word. The build itself is `decodegrid.kernels.native`'s; it takes a minute, before
+the first compilation, whose progress is shown.
 """
 
 import sys
