@@ -18,6 +18,7 @@ from decodegrid.capture.grid import GraphKey
 from decodegrid.configs.file_errors import first_problem
 from decodegrid.configs.strict_json import read_json
 
+WRITTEN_BY = "decodegrid profile --costs"
 MAX_FILE_BYTES = 64 * 2**20
 MAX_MEMORY_BYTES = 2**60
 MAX_CAPTURE_S = 1e9
@@ -69,7 +70,7 @@ def read_costs(path: Path) -> dict[GraphKey, PairCost]:
     try:
         file = _CostsFile.model_validate(read_json(path, MAX_FILE_BYTES))
     except ValidationError as error:
-        raise CostError(f"{path}: {first_problem(error)}") from None
+        raise CostError(f"{path}: {first_problem(error, written_by=WRITTEN_BY)}") from None
     except ValueError as error:
         raise CostError(f"{path}: {error}") from None
     found: dict[GraphKey, PairCost] = {}

@@ -21,6 +21,7 @@ from decodegrid.capture.grid import GraphKey
 from decodegrid.configs.file_errors import first_problem
 from decodegrid.configs.strict_json import load_json
 
+WRITTEN_BY = "decodegrid generate --trace"
 MAX_FILE_BYTES = 64 * 2**20
 MAX_STEPS = 2**53
 """Most steps of a trace: all sums over them are exact in a double."""
@@ -226,7 +227,7 @@ def _from_parts(head: Any, lines: list[tuple[int, Any]]) -> GridTrace:
     try:
         file = _TraceFile.model_validate(head)
     except ValidationError as error:
-        raise TraceError(first_problem(error, "the object")) from None
+        raise TraceError(first_problem(error, "the object", WRITTEN_BY)) from None
     batches = list(file.batches)
     for number, value in lines:
         try:

@@ -23,6 +23,7 @@ from decodegrid.capture.surface import Surface, SurfaceError, SurfacePoint
 from decodegrid.configs.file_errors import first_problem
 from decodegrid.configs.strict_json import read_json
 
+WRITTEN_BY = "decodegrid profile --json"
 MAX_FILE_BYTES = 64 * 2**20
 
 
@@ -215,7 +216,7 @@ def read_profile(path: Path) -> Profile:
         for surface in profile.surfaces:
             surface.surface()
     except ValidationError as error:
-        raise ProfileError(f"{path}: {first_problem(error)}") from error
+        raise ProfileError(f"{path}: {first_problem(error, written_by=WRITTEN_BY)}") from error
     except (SurfaceError, ValueError) as error:
         raise ProfileError(f"{path}: {error}") from error
     return profile

@@ -19,6 +19,8 @@ from decodegrid.engine.cli_options import (
 )
 from decodegrid.engine.llm import LLM
 
+MAX_PORT = 65535
+
 
 def add_serve_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
@@ -43,6 +45,8 @@ def _serve(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -
     if args.host is not None:
         args.overrides = [*args.overrides, f"server.host={args.host!r}"]
     if args.port is not None:
+        if not 0 <= args.port <= MAX_PORT:
+            raise ValueError(f"--port is {args.port}; allowed are 0..{MAX_PORT}")
         args.overrides = [*args.overrides, f"server.port={args.port}"]
     loaded = load_from_options(args)
     engine_type = loaded.config.scheduler.engine_type

@@ -234,7 +234,10 @@ class StepRunner(Protocol):
         """Replace a started slot's block table; the old table is a prefix of the new one."""
 
     def stop(self, slot: int) -> None:
-        """Forget a slot; it and its blocks may be given to another request at once."""
+        """Forget a slot; it and its blocks may be given to another request at once.
+
+        A request that leaves before its first chunk gives back a slot that nothing was written to.
+        """
 
     def bound_prefill(self, lower: int) -> None:
         """Before a chunk of a bounded replay: the first position whose window the decoder keeps."""

@@ -224,8 +224,8 @@ class ScheduledVerify:
         if self.none_ms:
             speed = self.expected_tokens / self.predicted_ms
             lines.append(
-                f"  predicted tokens/ms over verifying all: "
-                f"{speed / (self.all_tokens / self.all_ms):.2f}, over verifying none: "
-                f"{speed / (self.none_tokens / self.none_ms):.2f}"
+                f"  predicted speed: {speed / (self.all_tokens / self.all_ms):.2f} times that of "
+                f"verifying all drafts, {speed / (self.none_tokens / self.none_ms):.2f} times that "
+                "of verifying none"
             )
         return lines

@@ -206,8 +206,9 @@ class FakeRunner:
 
     def stop(self, slot: int) -> None:
         assert self.half is None
-        state = self.slots.pop(slot)
-        self.memory[state.blocks] = STALE
+        state = self.slots.pop(slot, None)
+        if state is not None:  # else its request left before its first chunk
+            self.memory[state.blocks] = STALE
         self.log.append(("stop", slot))
 
     def launch(self, slots: Sequence[int], num_query_tokens: int) -> LaunchedStep:

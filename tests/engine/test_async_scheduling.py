@@ -101,6 +101,24 @@ def test_tokens_come_one_call_later_and_a_prompt_drains_the_pipeline(
     assert_all_free(loop)
 
 
+def test_a_request_may_leave_between_its_admission_and_its_first_chunk(
+    make_runner: Callable[..., Any], toy: Any
+) -> None:
+    """The call that admits it only commits the step in flight; its slot was never written to."""
+    runner = make_runner(drafts=0, num_draft_tokens=1)
+    loop = make_loop(runner, decode_steps_per_prefill_chunk=1)
+    first = add(loop, "a", [20], 12)
+    for _ in range(3):
+        loop.step()
+    left = add(loop, "b", range(30, 36), 4)
+    loop.step()
+    assert left is loop.scheduler.prefilling and left.slot not in runner.slots
+    assert loop.abort("b") is left
+    run(loop)
+    assert list(first.output_token_ids) == toy.generate([20], 12)
+    assert_all_free(loop)
+
+
 @pytest.mark.parametrize(
     ("max_tokens", "num_late", "num_steps"),
     [(1, 0, 1), (2, 0, 2), (7, 1, 3), (8, 0, 3), (13, 1, 4)],

@@ -434,7 +434,7 @@ def test_an_old_profile_is_read_without_an_engine(
     status, _, err = call("--from", tmp_path / "none.json", config=False)
     assert status == 2 and "none.json: No such file or directory" in err
     status, _, err = call("--from", tmp_path, config=False)
-    assert status == 2 and "Is a directory" in err
+    assert status == 2 and "is not a file" in err
 
 
 def test_the_loop_s_own_runner_serves_a_traced_one(runner: Runner) -> None:
