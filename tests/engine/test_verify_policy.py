@@ -182,7 +182,8 @@ def test_a_run_is_scheduled_and_reported(
     verified = llm.stats.verified_per_position
     assert 0 < sum(verified) < sum(llm.stats.offered_per_position)
     report = llm.report()
-    assert "verify budget: scheduled on" in report and "times that of verifying all drafts" in report
+    assert "verify budget: scheduled on" in report
+    assert "times that of verifying all drafts" in report
     emitted = sum(len(result.outputs[0].token_ids) for result in scheduled)
     assert emitted <= policy.measured_tokens <= emitted + 3 * len(prompts)
     assert f"measured {policy.measured_tokens / llm.stats.num_decode_steps:.2f}" in report
