@@ -255,6 +255,8 @@ def test_a_file_that_the_address_space_has_no_room_for(
 def test_a_pool_of_what_is_no_size(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", f"--set=cache.pool_bytes={value}"]) == 2
     wanted = "must be a whole number of bytes, or a size such as 512MiB, got "
+    if value == "-1":
+        wanted = "must be greater than or equal to 0, got -1"
     assert f": cache.pool_bytes: {wanted}" in capsys.readouterr().err
 
 

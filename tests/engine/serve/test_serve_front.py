@@ -179,7 +179,7 @@ def test_metrics_count_what_was_done(start: Callable[..., Any]) -> None:
         ("server.port=65536", "server.port"),
         ("server.max_body_bytes=1000", "server.max_body_bytes"),
         ("server.max_body_bytes=true", "server.max_body_bytes"),
-        ("server.stall_exit_s=1", "at least stall_s = 60"),
+        ("server.stall_exit_s=1", "at least server.stall_s = 60, got 1"),
         ("server.api_keys=[a]", "did you mean"),
         ("server.host=", "server.host"),
     ],

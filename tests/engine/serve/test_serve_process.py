@@ -134,7 +134,7 @@ def test_what_cannot_start_says_so_at_once(capsys: pytest.CaptureFixture[str]) -
         for words, message in (
             (["--port", port], f"127.0.0.1:{port}: Address already in use"),
             (["--host", "no such host", "--port", "0"], "server.host 'no such host'"),
-            (["--port", "70000"], "server.port"),
+            (["--port", "70000"], "--port is 70000"),
             (["--port", "0", "--set", "server.api_keys_file=none.txt"], "none.txt: No such file"),
             (["--set", "scheduler.engine_type=prompt"], "engine_type normal, got prompt"),
         ):
