@@ -9,7 +9,6 @@ the two engines take turns, and every line gives min / median / max over the rep
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 from benchmarks.deployments import ALONE, Deployment, start
 from benchmarks.machine import describe_machine
 from benchmarks.prompts import STORIES, STRUCTURED, encode_prompts
-from benchmarks.results import format_rows
+from benchmarks.results import format_rows, save_json
 from benchmarks.timing import Spread, interleave, paired_ratio, spread
 from decodegrid.configs.load import load_config
 from decodegrid.engine.llm import LLM
@@ -206,9 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     try:
         result = measure(args.config, args.repeats, args.max_tokens)
-        if args.json is not None:
-            text = json.dumps(result, indent=1, allow_nan=False) + "\n"
-            args.json.write_text(text, encoding="utf-8")
+        save_json(result, args.json)
     except (ValueError, OSError) as error:
         print(f"benchmarks.async_period: error: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,6 @@ something only on a machine that does nothing else meanwhile.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from benchmarks.budget_serving import LOADS, ServingPlan, measure_serving
 from benchmarks.machine import describe_machine
-from benchmarks.results import format_rows
+from benchmarks.results import format_rows, save_json
 from benchmarks.timing import interleave, paired_ratio, spread, time_call
 from decodegrid.capture.budget import VerifyBudget
 from decodegrid.capture.grid import build_grid
@@ -71,9 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = Plan(3 if args.quick else args.repeats, None if args.choice_only else serving)
     try:
         result = measure(args.config, plan)
-        if args.json is not None:
-            text = json.dumps(result, indent=1, allow_nan=False) + "\n"
-            args.json.write_text(text, encoding="utf-8")
+        save_json(result, args.json)
     except (ValueError, OSError) as error:
         print(f"benchmarks.budget: error: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,6 @@ taken inside a repeat and mean something where the machine does nothing else mea
 """
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from benchmarks.deployments import start
 from benchmarks.machine import describe_machine
-from benchmarks.results import format_rows
+from benchmarks.results import format_rows, save_json
 from benchmarks.timing import interleave, paired_ratio, spread
 from decodegrid.configs.load import load_config
 from decodegrid.engine.admission import EngineLimits, build_request
@@ -84,9 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     try:
         result = measure(args.config, tuple(args.set), args.repeats, args.prefix, args.suffix)
-        if args.json is not None:
-            text = json.dumps(result, indent=1, allow_nan=False) + "\n"
-            args.json.write_text(text, encoding="utf-8")
+        save_json(result, args.json)
     except (ValueError, OSError) as error:
         print(f"benchmarks.prefix: error: {error}", file=sys.stderr)
         return 2

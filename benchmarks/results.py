@@ -41,7 +41,14 @@ def check_result(result: Mapping[str, Any]) -> None:
 def write_result(result: Mapping[str, Any], path: Path) -> None:
     """Check and write; the same errors as check_result, and OSError for the file."""
     check_result(result)
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    save_json(result, path)
+
+
+def save_json(result: Mapping[str, Any], path: Path | None) -> None:
+    """Write a result; None writes nothing. Raises ValueError for NaN and infinity, OSError."""
+    if path is not None:
+        text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+        path.write_text(text, encoding="utf-8")
 
 
 def format_rows(rows: Iterable[tuple[str, Spread, str]]) -> str:

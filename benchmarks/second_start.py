@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.machine import describe_machine
-from benchmarks.results import format_rows
+from benchmarks.results import format_rows, save_json
 from benchmarks.timing import Spread, interleave, paired_ratio, spread, time_call
 from decodegrid.capture.grid import GraphKey
 from decodegrid.capture.package_swap import Staging
@@ -248,9 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             answer_questions(load_config(args.config, [*args.set, package]))
             return 0
         result = measure(args.config, args.cache, args.repeats)
-        if args.json is not None:
-            text = json.dumps(result, indent=1, allow_nan=False) + "\n"
-            args.json.write_text(text, encoding="utf-8")
+        save_json(result, args.json)
     except (ValueError, OSError) as error:
         print(f"benchmarks.second_start: error: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,6 @@ the embedded tokenizer.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.machine import describe_machine
+from benchmarks.results import save_json
 from decodegrid.graphs.checkpoint import checkpoint_path, load_model
 from decodegrid.graphs.checkpoint_convert import KindReport, convert_checkpoint
 from decodegrid.graphs.drafter import DraftModel
@@ -124,9 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--documents must be at least 1, got {args.documents}")
     try:
         result = measure(args.checkpoint, args.documents)
-        if args.json is not None:
-            text = json.dumps(result, indent=1, allow_nan=False) + "\n"
-            args.json.write_text(text, encoding="utf-8")
+        save_json(result, args.json)
     except (ValueError, OSError) as error:
         print(f"benchmarks.stored_forms: error: {error}", file=sys.stderr)
         return 2
