@@ -59,7 +59,7 @@ _LOGPROBS: Final = ("logprobs", "top_logprobs")
 _OPTIONS: Final = "stream_options"
 _STREAM: Final = ("stream", _OPTIONS)
 
-_INERT: Final[Mapping[str, tuple[Json, ...]]] = {
+INERT: Final[Mapping[str, tuple[Json, ...]]] = {
     "echo": (False,),
     "suffix": ("",),
     "parallel_tool_calls": (True,),
@@ -71,6 +71,17 @@ _INERT: Final[Mapping[str, tuple[Json, ...]]] = {
     **SAMPLING_VALUES,
 }
 """Fields that must ask for what happens anyway: null, or one of these values."""
+_LABELS: Final = ("model", "user")
+"""Say whose request it is and for which model; `user` goes nowhere."""
+_LENGTHS: Final = ("max_tokens", "max_completion_tokens")
+_COMMON: Final = frozenset(
+    {*_LABELS, "max_tokens", *_SAMPLING, *_LOGPROBS, *FORM_FIELDS, *_STREAM, *INERT}
+)
+_KNOWN: Final[Mapping[Kind, frozenset[str]]] = {
+    "completion": _COMMON | {"prompt"},
+    "chat": _COMMON | {*CHAT_FIELDS, *_LENGTHS},
+}
+"""Every field that a body may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,8 @@ class BodyRequest:
     """Of a chat: what its answers hold."""
     num_asked: int | None = None
     """max_tokens, where the body gives it."""
+    length_field: str = "max_tokens"
+    """The name under which it is given."""
     stream: bool = False
     include_usage: bool = False
     """Whether a stream ends with a chunk of the usage."""
@@ -129,17 +142,13 @@ def read_body(
     if not isinstance(body, dict):
         raise BodyError(f"body must be an object, got {kind_name(body)}", "body")
     fields = {name: value for name, value in body.items() if value is not None}
-    source = CHAT_FIELDS if kind == "chat" else ("prompt",)
-    lengths = ("max_tokens", "max_completion_tokens") if kind == "chat" else ("max_tokens",)
-    known = {"model", "user", *source, *lengths, *_SAMPLING, *_LOGPROBS}
-    known |= {*FORM_FIELDS, *_STREAM, *_INERT}
     for name in body:
-        if name not in known:
+        if name not in _KNOWN[kind]:
             raise BodyError(f"{name} is not supported", name)
-    for name, values in _INERT.items():
+    for name, values in INERT.items():
         if name in fields and not any(_is_same(fields[name], value) for value in values):
             raise BodyError(f"{name}={_shown(fields[name])} is not supported", name)
-    for name in ("model", "user"):
+    for name in _LABELS:
         if not isinstance(fields.get(name, ""), str):
             raise BodyError(f"{name} must be a string, got {kind_name(fields[name])}", name)
     stream, include_usage = _read_stream(fields, may_stream=may_stream)
@@ -150,13 +159,16 @@ def read_body(
     else:
         prompt, chat = read_chat(fields, tokenizer)
         fields |= _fields_of_form(chat, fields, tokenizer)
+    params = _read_params(kind, fields, defaults)
+    length = next((name for name in _LENGTHS if name in fields), "max_tokens")
     return BodyRequest(
         kind,
         fields.get("model", ""),
         prompt,
-        _read_params(kind, fields, defaults),
+        params,
         chat=chat,
-        num_asked=next((fields[name] for name in lengths if name in fields), None),
+        num_asked=fields.get(length),
+        length_field=length,
         stream=stream,
         include_usage=include_usage,
     )
@@ -228,7 +240,7 @@ def _read_params(
     given = {name: fields[name] for name in _SAMPLING if name in fields}
     for name in ("temperature", "top_p", "top_k"):
         given.setdefault(name, getattr(defaults, name))
-    lengths = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
+    lengths = [name for name in _LENGTHS if name in fields]
     if len(lengths) == 2:
         raise BodyError("max_tokens and max_completion_tokens are both given", lengths[0])
     given["max_tokens"] = fields[lengths[0]] if lengths else defaults.max_tokens

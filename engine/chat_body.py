@@ -29,7 +29,7 @@ _MESSAGE_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "assistant": ("role", "content", "tool_calls", "reasoning_content"),
     "tool": ("role", "content", "tool_call_id"),
 }
-_EFFORTS: Final = ("none", "low", "medium", "high", "xhigh", "max")
+EFFORTS: Final = ("none", "low", "medium", "high", "xhigh", "max")
 _MODEL: Final = "decodegrid"
 """A name for the recipe, which looks it up to choose the frame."""
 
@@ -103,9 +103,9 @@ def _convert(body: dict[str, Json]) -> recipe.ConversationRequest:
 def _read_thinking(fields: Mapping[str, Json]) -> tuple[bool, str | None]:
     """Whether the answer begins with reasoning, and how much of it is asked for."""
     effort = fields.get("reasoning_effort")
-    if effort is not None and effort not in _EFFORTS:
+    if effort is not None and effort not in EFFORTS:
         raise BodyError(
-            f"reasoning_effort must be one of {', '.join(_EFFORTS)}, got {_shown(effort)}",
+            f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {_shown(effort)}",
             "reasoning_effort",
         )
     thinking = fields.get("thinking")
@@ -143,11 +143,11 @@ def _read_message(index: int, message: Json) -> dict[str, Json]:
                 f"{where}.{name}",
             )
     found: dict[str, Json] = {"role": "system" if role == "developer" else role}
-    calls = message.get("tool_calls")
+    calls = _read_calls(f"{where}.tool_calls", message.get("tool_calls"))
     if message.get("content") is not None or not calls:
         found["content"] = _read_content(f"{where}.content", message.get("content"))
     if calls:
-        found["tool_calls"] = _read_calls(f"{where}.tool_calls", calls)
+        found["tool_calls"] = calls
     for name in ("tool_call_id", "reasoning_content"):
         if message.get(name) is not None:
             found[name] = _read_text(f"{where}.{name}", message[name])
@@ -165,7 +165,9 @@ def _read_content(where: str, content: Json) -> str:
 
 
 def _read_calls(where: str, calls: Json) -> list[Json]:
-    """Tool calls of an earlier answer."""
+    """Tool calls of an earlier answer; null for none."""
+    if calls is None:
+        return []
     if not isinstance(calls, list):
         raise BodyError(f"{where} must be a list, got {kind_name(calls)}", where)
     for index, call in enumerate(calls):
@@ -192,12 +194,15 @@ def _read_tools(tools: Json) -> list[Json]:
         place = f"{where}.function"
         _check_object(place, function, ("name", "description", "parameters", "strict"))
         _read_text(f"{place}.name", function.get("name"))
-        _read_text(f"{place}.description", function.get("description") or "")
-        if not isinstance(function.get("parameters") or {}, dict):
+        if function.get("description") is not None:
+            _read_text(f"{place}.description", function["description"])
+        if not isinstance(function.get("parameters"), dict | None):
             raise BodyError(f"{place}.parameters must be a JSON schema", f"{place}.parameters")
-        if function.get("strict"):
+        strict = function.get("strict")
+        if strict is not None and strict is not False:
             raise BodyError(
-                f"{place}.strict=true is not supported: arguments are not held to their schema",
+                f"{place}.strict={_shown(strict)} is not supported: arguments are not held to "
+                "their schema",
                 f"{place}.strict",
             )
     _check_unicode("tools", json.dumps(tools, ensure_ascii=False))

@@ -2,8 +2,8 @@
 
 Owns the threads, the cache and all use of xgrammar. Knows no requests. Data flow: a source is
 submitted and becomes a job, shared by all who want the same one; a thread compiles it; matchers are
-made from what came out. xgrammar is imported by the first grammar, not before, and by one of the
-threads: it brings transformers along and takes seconds.
+made from what came out. xgrammar brings transformers along and takes seconds to import: the first
+grammar does it, in one of the threads, or prepare() before.
 
 A compilation cannot be stopped. One that runs on after its requests gave up keeps its thread, and
 its result serves later ones; the threads do not hold up the end of the process.
@@ -94,6 +94,11 @@ class GrammarCompiler:
         """Memory of the grammars that are kept."""
         with self._changed:
             return sum(job.num_bytes for job in self._jobs.values())
+
+    def prepare(self) -> None:
+        """Import xgrammar and tell it the vocabulary, in the caller's thread."""
+        for is_json in (True, False):
+            self._get_library(is_json=is_json)
 
     def check(self, source: GrammarSource) -> None:
         """Raise RequestError where a source is no grammar; nothing is compiled.

@@ -90,6 +90,11 @@ class StructuredOutputsParams(UnsupportedForm):
             raise RequestError(
                 f"structured_outputs must have exactly one of {', '.join(_NAMES)}, got {found}"
             )
+        if self.disable_any_whitespace and given[0] not in ("json", "json_object"):
+            raise RequestError(
+                "structured_outputs.disable_any_whitespace is for json and json_object, "
+                f"got it beside {given[0]}"
+            )
         object.__setattr__(self, "source", self._make_source(given[0]))
 
     def _make_source(self, name: str) -> GrammarSource:

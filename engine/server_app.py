@@ -22,17 +22,21 @@ from decodegrid.engine.sampling_checks import check_token_ids
 from decodegrid.engine.server_errors import ApiError, api_error
 from decodegrid.engine.server_front import Front
 from decodegrid.engine.server_generate import generate, read_data
+from decodegrid.engine.server_profile import Profiler
+from decodegrid.engine.server_schema import openapi_document
 from decodegrid.engine.server_state import Json, ServerState, read_json
 
 
 def build_app(state: ServerState) -> ASGIApp:
-    """The application of one server."""
+    """The application of one server. Raises OSError for the directory of its traces."""
     # Without pages: they load their scripts from elsewhere.
     app = FastAPI(
         title="decodegrid",
         version=__version__,
         docs_url=None,
         redoc_url=None,
+        # The bodies are read by hand, of which FastAPI's document would say nothing.
+        openapi_url=None,
         # It would follow an environment variable, and costs time for every message.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
@@ -40,6 +44,7 @@ def build_app(state: ServerState) -> ASGIApp:
     _add_probes(app, state)
     _add_models(app, state)
     _add_tokens(app, state)
+    _add_profile(app, state)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -91,6 +96,12 @@ def _add_probes(app: FastAPI, state: ServerState) -> None:
     async def metrics() -> Response:
         return Response(state.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    document = openapi_document(__version__, needs_key=bool(state.keys))
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONResponse(document)
+
 
 def _add_models(app: FastAPI, state: ServerState) -> None:
     created = int(time.time())
@@ -128,6 +139,15 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
         engine = state.health.require()
         data = await read_data(request)
         return JSONResponse({"prompt": await state.read(_detokenize, state, engine, data)})
+
+
+def _add_profile(app: FastAPI, state: ServerState) -> None:
+    profiler = Profiler(state.profile_dir)
+    state.at_end(profiler.close)
+
+    @app.post("/profile")
+    async def profile(request: Request) -> Response:
+        return await profiler.answer(state, request)
 
 
 def _tokenize(state: ServerState, engine: AsyncLLM, data: bytes) -> list[int]:
@@ -172,5 +192,5 @@ def _fields(state: ServerState, data: bytes, names: tuple[str, ...]) -> dict[str
     for name in body:
         if name not in (*names, "model"):
             raise BodyError(f"{name} is not supported", name)
-    state.check_model(body.get("model") or "")
+    state.check_model(body.get("model"))
     return {name: value for name, value in body.items() if value is not None}

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from decodegrid.engine.chat_body import BodyError
 from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.sampling_checks import show
 from decodegrid.engine.sampling_params import SamplingParams
 
 Json = Any
@@ -21,6 +22,12 @@ _FIRST_WORDS: Final = (
     ("trigger token id", "structured_outputs"),
 )
 """Of the engine's refusals that begin with no field's name."""
+_MAX_CHARS: Final = 1000
+"""Of a message: one that shows what a client sent may be as long as a body."""
+
+
+CLIENT_GONE: Final = 499
+"""The status of an answer that nobody was there for, as proxies have it."""
 
 
 class ApiError(Exception):
@@ -37,11 +44,12 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
     ) -> None:
         """kind: OpenAI's `type`. retry_after_s: seconds after which it may be different."""
+        message = _sendable(message)
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else _sendable(param)
         self.code = code
         self.retry_after_s = retry_after_s
 
@@ -91,6 +99,12 @@ def blame(error: RequestError, source: str) -> RequestError:
     return BodyError(message, first if first in _FIELDS else None)
 
 
+def _sendable(text: str) -> str:
+    """A text that UTF-8 has, and not too long: a field's name may be anything."""
+    text = text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 3]}..."
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
 def server_error(message: str) -> ApiError:
     """A failure of the server itself."""
     return ApiError(500, message, kind="server_error")
@@ -103,11 +117,20 @@ def unavailable(message: str, retry_after_s: int = 5) -> ApiError:
     )
 
 
-def context_error(num_prompt: int, num_asked: int | None, max_model_len: int) -> ApiError | None:
+def context_error(
+    num_prompt: int,
+    num_asked: int | None,
+    max_model_len: int,
+    *,
+    source: str = "prompt",
+    length_field: str = "max_tokens",
+) -> ApiError | None:
     """The refusal of a prompt that leaves no room for its output; None where it does.
 
-    num_asked: max_tokens, where the request gives it.
+    num_asked: max_tokens, where the request gives it. source: the field of the prompt.
+    length_field: that of num_asked.
     """
+    param = source
     what = f"the context of the model has {max_model_len} tokens"
     if num_prompt >= max_model_len:
         message = (
@@ -115,10 +138,11 @@ def context_error(num_prompt: int, num_asked: int | None, max_model_len: int) ->
             f"and may have at most {max_model_len - 1} so that one can follow"
         )
     elif num_asked is not None and num_prompt + num_asked > max_model_len:
+        param = length_field
         message = (
-            f"{what}; {num_prompt + num_asked} are asked for, {num_prompt} of the prompt and "
-            f"{num_asked} of the output"
+            f"{what}; {show(num_prompt + num_asked)} are asked for, {num_prompt} of the prompt "
+            f"and {show(num_asked)} of the output"
         )
     else:
         return None
-    return ApiError(400, message, code="context_length_exceeded")
+    return ApiError(400, message, param=param, code="context_length_exceeded")

@@ -16,7 +16,7 @@ from functools import partial
 from secrets import token_hex
 from typing import Any, Final
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -27,6 +27,7 @@ from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_output import RequestOutput, StreamOutput
 from decodegrid.engine.server_chunks import ChunkWriter
 from decodegrid.engine.server_errors import (
+    CLIENT_GONE,
     ApiError,
     api_error,
     blame,
@@ -34,9 +35,11 @@ from decodegrid.engine.server_errors import (
     server_error,
     unavailable,
 )
-from decodegrid.engine.server_metrics import RequestTimes
+from decodegrid.engine.server_log import log_failure
 from decodegrid.engine.server_queue import Ticket
 from decodegrid.engine.server_state import Json, ServerState, read_json
+from decodegrid.engine.server_times import RequestTimes
+from decodegrid.engine.server_tracing import EndedRequest, trace_headers
 
 _LOG = logging.getLogger("decodegrid.server")
 REQUEST_ID: Final = "request_id"
@@ -82,15 +85,23 @@ async def _take(state: ServerState, kind: Kind, http: Request) -> Response:
     except BaseException:
         ticket.close()
         raise
-    state.metrics.accepted(len(ids))
+    state.metrics.accepted(len(ids), request.params)
     return AnswerResponse(state, engine, request, pieces, ticket)
 
 
 async def read_data(http: Request) -> bytes:
-    """The body of a request; raises ApiError where the client takes too long to send it."""
+    """The body of a request; raises ApiError where the client takes too long to send it, and where
+    it is said to be something else than JSON, as the forms of other sites' pages say."""
+    given = http.headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind and kind != "application/json" and not kind.endswith("+json"):
+        message = f"the body must be application/json, got the content type {given!r}"
+        raise ApiError(415, message, code="unsupported_media_type")
     try:
         async with asyncio.timeout(_BODY_S):
             return await http.body()
+    except ClientDisconnect:
+        raise ApiError(CLIENT_GONE, "the client went away before its body ended") from None
     except TimeoutError:
         message = f"the body did not come within {_BODY_S:g} s"
         raise ApiError(408, message, code="timeout") from None
@@ -102,7 +113,7 @@ def _read(
     """A body as a request and the token ids of its prompt; raises ApiError and RequestError."""
     body = read_json(data)
     if isinstance(body, dict):
-        state.check_model(body.get("model") or "")
+        state.check_model(body.get("model"))
     sampling = state.config.sampling
     request = read_body(kind, body, engine.tokenizer, sampling, may_stream=True)
     if request.stream and request.params.prompt_logprobs is not None:
@@ -112,9 +123,14 @@ def _read(
     if prompt == "":
         raise BodyError("the prompt is empty; it needs at least 1 character", "prompt")
     ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    refusal = context_error(len(ids), request.num_asked, engine.limits.max_model_len)
+    refusal = context_error(
+        len(ids),
+        request.num_asked,
+        engine.limits.max_model_len,
+        source=_SOURCES[kind],
+        length_field=request.length_field,
+    )
     if refusal is not None:
-        refusal.param = _SOURCES[kind]
         raise refusal
     return replace(request, model=state.model_name), ids
 
@@ -137,11 +153,14 @@ class AnswerResponse(Response):
         self._created = int(time.time())
         self._has_begun = False
         """Whether the client was sent the status."""
+        self._failure: str | None = None
+        """What ended it before its time, in a word."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._answer(send))
-        gone = asyncio.ensure_future(_client_gone(receive))
+        gone = asyncio.ensure_future(client_gone(receive))
         limit = self._state.config.server.request_timeout_s
+        cause: str | None = "cancelled"
         try:
             await asyncio.wait(
                 {work, gone}, timeout=limit or None, return_when=asyncio.FIRST_COMPLETED
@@ -153,6 +172,7 @@ class AnswerResponse(Response):
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
             self._ticket.close()
+            self._make_span(scope, cause)
         if cause is None:
             work.result()
             return
@@ -166,6 +186,22 @@ class AnswerResponse(Response):
                     error = ApiError(504, message, kind="server_error", code="timeout")
                     await self._send_error(send, error)
 
+    def _make_span(self, scope: Scope, cause: str | None) -> None:
+        tracer = self._state.tracer
+        if tracer is None:
+            return
+        tracer.ended(
+            EndedRequest(
+                headers=trace_headers(scope["headers"]),
+                request=self._request,
+                times=self._times,
+                request_id=scope["state"][REQUEST_ID],
+                name=self._ticket.request_id,
+                num_prompt_tokens=self._ticket.num_tokens,
+                failure=cause or self._failure,
+            )
+        )
+
     async def _answer(self, send: Send) -> None:
         try:
             if self._request.stream:
@@ -174,7 +210,8 @@ class AnswerResponse(Response):
                 await self._whole(send)
         except Exception as error:  # of the engine: whatever it is, the client is told
             if not isinstance(error, ApiError):
-                _LOG.error("request %s failed", self._ticket.request_id, exc_info=error)
+                log_failure(_LOG, "a request failed", error, {"id": self._ticket.request_id})
+            self._failure = type(error).__name__ if not isinstance(error, ApiError) else error.kind
             await self._send_error(send, api_error(error))
         finally:
             await self._pieces.aclose()
@@ -251,7 +288,7 @@ async def send_error(send: Send, error: ApiError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _client_gone(receive: Receive) -> None:
+async def client_gone(receive: Receive) -> None:
     """Wait until the client closes its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -7,6 +7,7 @@ ends it early. Data flow: a deployment -> a running server -> an exit status.
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -134,7 +135,10 @@ class Server:
         def build() -> None:
             engine, failure = None, None
             try:
-                engine = AsyncLLM(self._build_llm(self._loaded))
+                llm = self._build_llm(self._loaded)
+                # Takes seconds, for which the first request with a form would wait.
+                llm.stream_table.prepare_grammars()
+                engine = AsyncLLM(llm)
             except BaseException as error:  # it is raised where the start-up is waited for
                 failure = error
             with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
@@ -218,7 +222,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
+        # Python's own words name the address a second time.
+        what = os.strerror(error.errno) if error.errno else str(error)
+        raise OSError(error.errno, what, f"{host}:{port}") from None
 
 
 async def _close(engine: AsyncLLM) -> bool:

@@ -32,6 +32,7 @@ class Gate:
         self._call, self._permits = getattr(runner, name), threading.Semaphore(permits)
         self._is_open = False
         self.num_waiting = 0
+        self.num_passed = 0
         setattr(runner, name, self)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -39,6 +40,7 @@ class Gate:
             self.num_waiting += 1
             assert self._permits.acquire(timeout=60)
             self.num_waiting -= 1
+            self.num_passed += 1
         return self._call(*args, **options)
 
     def allow(self, count: int = 1) -> None:
