@@ -70,6 +70,7 @@ bench: .venv/.ready-run
 check: .venv/.ready-dev typing
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks/*.py
 
 typing:  # a link farm that lets type checkers and editors see decodegrid.<folder>
 	@mkdir -p build/typing/decodegrid
