@@ -135,5 +135,5 @@ check-machine:
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready-run | check-machine
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,report,cross-check]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,report,cross-check,otel,kernels]'
 	@touch $@
