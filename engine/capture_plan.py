@@ -58,7 +58,7 @@ class CapturePlan:
         """Captures, decode pairs and prefill sizes of all variants together."""
         return num_graphs(self.grid, len(self.prefill_sizes), rich=len(self.variants) > 1)
 
-    def keys(self) -> Iterator[PrefillKey | StepKey]:
+    def graph_keys(self) -> Iterator[PrefillKey | StepKey]:
         """Every graph, in the order of the captures."""
         for variant in self.variants:
             for size in sorted(self.prefill_sizes, reverse=True):
@@ -127,8 +127,8 @@ def graph_bytes(key: PrefillKey | StepKey, buffers: StepBuffers, capacity: Capac
         found.append(buffers.draft_steps[: capacity.num_draft_tokens])
     if key.variant is StepVariant.RICH and buffers.rich is not None:
         rich = buffers.rich
-        rows = (rich.masks, rich.chosen, rich.top_ids, rich.top_logprobs)
-        found += [rich.adjusted[:num_tokens], *(tensor[:num_rows] for tensor in rows)]
+        reports = (rich.masks, rich.chosen, rich.top_ids, rich.top_logprobs)
+        found += [rich.adjusted[:num_tokens], *(tensor[:num_rows] for tensor in reports)]
     return total_bytes(found)
 
 

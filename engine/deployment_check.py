@@ -1,9 +1,10 @@
 """What start-up refuses before it compiles: settings against checkpoint, tokenizer and machine.
 
 Owns the rules that take two of them to break; what one of them says alone is checked where it is
-read. Reads config.json and tokenizer.json, never a weight, and imports no compiler. Start-up runs them one after another and stops at the first that raises;
-`decodegrid config check` runs the same functions and goes on (engine/deployment_findings.py), so
-that both refuse the same things in the same words.
+read. Reads config.json and tokenizer.json, never a weight, and imports no compiler. Start-up runs
+them one after another and stops at the first that raises; `decodegrid config check` runs the same
+functions and goes on (engine/deployment_findings.py), so that both refuse the same in the same
+words.
 """
 
 import os
@@ -98,7 +99,11 @@ def _knows_the_positions(config: ModelConfig, capacity: Capacity) -> None:
 
 
 MODEL_RULES: tuple[Callable[[ModelConfig, Capacity], None], ...] = (
-    _fits_records, _replays_as_asked, _has_short_ngrams, _makes_the_drafts, _knows_the_positions,
+    _fits_records,
+    _replays_as_asked,
+    _has_short_ngrams,
+    _makes_the_drafts,
+    _knows_the_positions,
 )
 """What a model and a capacity must keep to fit each other; each raises ValueError, naming both."""
 

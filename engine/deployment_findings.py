@@ -8,9 +8,11 @@ refusal but a line of `not_checked`.
 Data flow: deployment, and a config.json in the checkpoint's place if one is given -> `Findings`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -43,15 +45,19 @@ from decodegrid.graphs.checkpoint_names import FLOAT_DTYPES
 from decodegrid.graphs.model import is_wide_parameter
 from decodegrid.graphs.model_config import ModelConfig, parse_model_config
 
+Result = TypeVar("Result")
+
 
 @dataclass(slots=True)
 class Findings:
     """Everything that was found, a line each."""
 
+    too_early: list[str] = field(default_factory=list)
+    """What a start of this version refuses, and a later one may take."""
     refused: list[str] = field(default_factory=list)
     """What start-up refuses on every machine; without any, the plan can be made."""
     refused_here: list[str] = field(default_factory=list)
-    """What start-up refuses of this version, on this machine, or on a device of the given size."""
+    """What start-up refuses on this machine, or on a device of the given size."""
     warnings: list[str] = field(default_factory=list)
     """What starts, and is hardly meant so."""
     not_checked: list[str] = field(default_factory=list)
@@ -66,18 +72,26 @@ class Findings:
     @property
     def problems(self) -> list[str]:
         """All refusals, in the order in which start-up would meet them."""
-        return [*self.refused_here, *self.refused]
+        return [*self.too_early, *self.refused, *self.refused_here]
 
-    def attempt(self, rule: Callable[[], object], into: list[str]) -> bool:
-        """Ask a rule; what it raises becomes a line, once. Returns whether it raised nothing."""
+    def result(self, rule: Callable[[], Result], into: list[str]) -> Result | None:
+        """What a rule returns; what it raises becomes a line, once, and None is returned."""
         try:
-            rule()
+            return rule()
         except (ValueError, OSError) as error:
             line = one_line(error)
             if line not in into:
                 into.append(line)
-            return False
-        return True
+            return None
+
+    def attempt(self, rule: Callable[[], None], into: list[str]) -> bool:
+        """Ask a rule that only raises. Returns whether it raised nothing."""
+
+        def asked() -> bool:
+            rule()
+            return True
+
+        return self.result(asked, into) is not None
 
 
 def find_all(loaded: LoadedConfig, model_config: Path | None, *, is_elsewhere: bool) -> Findings:
@@ -91,7 +105,7 @@ def find_all(loaded: LoadedConfig, model_config: Path | None, *, is_elsewhere: b
     config = loaded.config
     lacks_gpu = config.model.device == "cuda" and not torch.cuda.is_available()
     is_elsewhere = is_elsewhere or lacks_gpu or model_config is not None
-    found.attempt(lambda: check_processes(config), found.refused_here)
+    found.attempt(lambda: check_processes(config), found.too_early)
     _read_model(found, loaded, model_config, is_elsewhere)
     if found.model is not None:
         _ask_model_rules(found, loaded, found.model)
@@ -125,9 +139,6 @@ def _read_model(
             model = read_checkpoint_config(loaded.checkpoint_dir)
         else:
             model = _parse(model_config)
-        bound = num_tensors_bound(model, None)
-        if bound > MAX_TENSORS:
-            raise ValueError(f"{path}: asks for up to {bound:,} tensors, above {MAX_TENSORS:,}")
         found.model, found.model_source = model, str(path)
 
     found.attempt(read, found.refused)
@@ -143,17 +154,12 @@ def _parse(path: Path) -> ModelConfig:
 
 def _ask_model_rules(found: Findings, loaded: LoadedConfig, model: ModelConfig) -> None:
     config = loaded.config
-    blocks = config.num_blocks
-
-    def size() -> None:
-        nonlocal blocks
-        blocks = resolve_num_blocks(config, model, None)
-
-    found.attempt(size, found.refused)
-    capacity = capacity_of(config, blocks)
+    sized = found.result(partial(resolve_num_blocks, config, model, None), found.refused)
+    # The other rules do not look at the pool.
+    capacity = capacity_of(config, config.num_blocks if sized is None else sized)
     for rule in MODEL_RULES:
-        found.attempt(lambda rule=rule: rule(model, capacity), found.refused)  # type: ignore[misc]
-    found.attempt(lambda: _check_shares(model, config.parallel.expert), found.refused)
+        found.attempt(partial(rule, model, capacity), found.refused)
+    found.attempt(partial(_check_shares, model, config.parallel.expert), found.refused)
 
 
 def _check_shares(model: ModelConfig, num_processes: int) -> None:
@@ -201,6 +207,9 @@ def _ask_checkpoint(
     missing += [] if has_tensors and not is_given else ["tensors"]
     if is_elsewhere and missing:
         found.not_checked.append(f"{directory}: {' and '.join(missing)} of the checkpoint")
+    if is_elsewhere and "tensors" in missing:
+        # Otherwise the tensors that are there bound what is made of config.json.
+        found.attempt(partial(_check_bound, model, found.model_source), found.refused)
 
     def check_tokenizer() -> None:
         Tokenizer(tokenizer).check_vocabulary(model.vocab_size)
@@ -216,16 +225,18 @@ def _ask_checkpoint(
                 if len(stored.shape) > 1 and not is_wide_parameter(name)
             )
 
-    def both() -> Iterator[tuple[str, Callable[[], None]]]:
-        yield "tokenizer", check_tokenizer
-        yield "tensors", check_tensors
-
-    for part, rule in both():
+    for part, rule in (("tokenizer", check_tokenizer), ("tensors", check_tensors)):
         if is_elsewhere and part in missing:
             continue
         is_fine = found.attempt(rule, found.refused)
         if part == "tokenizer" and not is_fine:
             return  # the check of the tensors reads the same file and would say it again
+
+
+def _check_bound(model: ModelConfig, source: str) -> None:
+    bound = num_tensors_bound(model, None)
+    if bound > MAX_TENSORS:
+        raise ValueError(f"{source}: asks for up to {bound:,} tensors, above {MAX_TENSORS:,}")
 
 
 def _ask_keys(found: Findings, loaded: LoadedConfig) -> None:
@@ -236,4 +247,4 @@ def _ask_keys(found: Findings, loaded: LoadedConfig) -> None:
         # Secrets are seldom where a deployment is checked, and only `serve` reads them.
         found.warnings.append(f"{path}: no such file; serve needs it (server.api_keys_file)")
         return
-    found.attempt(lambda: read_keys(path), found.refused_here)
+    found.result(lambda: read_keys(path), found.refused_here)

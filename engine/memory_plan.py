@@ -10,12 +10,13 @@ Not counted, because no tensor of the start holds it: what torch, CUDA and the l
 themselves, intermediate results of a step, and buffers of an exchange between processes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from decodegrid.engine.window_snapshots import WindowSnapshots
 from decodegrid.graphs.checkpoint import WeightForm
@@ -32,6 +33,8 @@ WEIGHTS, KV_POOL, RINGS, COMPRESSORS, SLOTS, RICH, SNAPSHOTS, BUFFERS = POOLS = 
     "window snapshots", "graph buffers",
 )  # fmt: skip
 """What the parts of a plan belong to, in the order in which a start makes them."""
+
+_SCALING = (Tensor.mul, Tensor.__mul__)
 
 Place = Literal["device", "files"]
 """Where a part lies: on `model.device`, or mapped from the checkpoint's files."""
@@ -103,7 +106,7 @@ def make_plan(
     memory holds.
     """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _ShapesAlone():
             loaded, weights = _weights(model, settings, with_drafter=capacity.num_draft_tokens > 0)
             state = allocate_state(model, capacity, settings.dtype, "meta")
             buffers = allocate_buffers(model, capacity, max_chunk, settings.dtype, "meta")
@@ -118,6 +121,27 @@ def make_plan(
     except RuntimeError as error:  # torch's own word for more bytes than it can count
         raise ValueError(f"sizes that no memory holds: {_first_line(error)}") from None
     return MemoryPlan(tuple(parts), buffers, _copied_bytes(loaded, weights, settings))
+
+
+class _ShapesAlone(TorchFunctionMode):
+    """The two operations of packing that compute, on tensors without memory, by shape alone:
+    torch's own forms of them load the compiler."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.cat and args[0][0].is_meta:
+            tensors, dim = args[0], args[1] if len(args) > 1 else 0
+            shape = list(tensors[0].shape)
+            shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+            return tensors[0].new_empty(shape)
+        if func in _SCALING and args[0].is_meta and not isinstance(args[1], Tensor):
+            return args[0].new_empty(args[0].shape)
+        return func(*args, **(kwargs or {}))
 
 
 def _first_line(error: RuntimeError) -> str:
@@ -256,7 +280,8 @@ def _state_kind(name: str, config: ModelConfig) -> tuple[str, str]:
     ratio = config.compress_ratios[layer]
     if rest[1] == "compressor":
         return COMPRESSORS, f"sources of ratio {ratio}"
-    return KV_POOL, f"{rest[1].replace('_', ' ')}, ratio {ratio}"
+    what = "compressed keys" if rest[1] == "keys" else "index keys"
+    return KV_POOL, f"{what}, ratio {ratio}"
 
 
 def buffer_parts(buffers: StepBuffers) -> list[MemoryPart]:

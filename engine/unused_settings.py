@@ -8,8 +8,9 @@ everything out, as the embedded one does, says nothing by a default. Data flow: 
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
 
-from decodegrid.configs.load import FROM_DEFAULT, LoadedConfig, show_value
+from decodegrid.configs.load import FROM_DEFAULT, LoadedConfig
 from decodegrid.configs.schema import DeploymentConfig
+from decodegrid.configs.value_text import show_value
 
 Idle = Callable[[DeploymentConfig], str | None]
 """What makes a setting do nothing, in words; None where it does something."""
