@@ -25,15 +25,18 @@ def test_copied_answers_stand_in_their_questions() -> None:
     documents = list(copy_documents(vocabulary, 6000))
     assert documents == list(copy_documents(vocabulary, 6000))
     sizes = dict.fromkeys(SHARES, 0)
+    answers = copied = 0
     for document in documents:
         sizes[document.domain] += len(document.ids)
         text = vocabulary.decode(list(document.ids))
         if document.domain == "chats":
             for pair in text.split("<\uff5cUser\uff5c>")[1:]:
                 assert not is_heldout(pair.split("<\uff5cAssistant\uff5c>")[0])
-        answered = [i for i, answer in enumerate(document.answers) if answer]
-        copied = sum(document.ids[place] in document.ids[:place] for place in answered)
-        assert copied / len(answered) > 0.4
+        if document.domain != "planted":
+            for place, answer in enumerate(document.answers):
+                answers += answer
+                copied += answer and document.ids[place] in document.ids[:place]
+    assert copied / answers > 0.6
     assert min(sizes[kind] / (6000 * share) for kind, share in SHARES.items()) > 0.6
 
 
