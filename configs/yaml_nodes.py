@@ -154,7 +154,8 @@ class _NodeReader:
             key_path = (*path, key)
             if key in found:
                 first = self.key_marks[key_path].line
-                self._problem(key_node, f"{show_key(key_path)}: duplicate key, first set in line {first}")
+                name = show_key(key_path)
+                self._problem(key_node, f"{name}: duplicate key, first set in line {first}")
                 continue
             self.key_marks[key_path] = _mark(key_node.start_mark)
             found[key] = self.read(value_node, key_path)

@@ -118,7 +118,9 @@ class Runner:
             return
         self._masks, self._following = HostInput(rich.masks), HostInput(rich.following)
         reported = {
-            "chosen": rich.chosen, "top_ids": rich.top_ids, "top_logprobs": rich.top_logprobs
+            "chosen": rich.chosen,
+            "top_ids": rich.top_ids,
+            "top_logprobs": rich.top_logprobs,
         }
         self._rich_outputs = HostOutputs({**read, **reported})
         self._prompt_outputs = HostOutputs(

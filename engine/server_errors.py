@@ -5,10 +5,11 @@ exception -> ApiError -> status, headers and JSON.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final
 
-from decodegrid.engine.chat_body import BodyError
+from decodegrid.engine.body_fields import BodyError
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_checks import show
 from decodegrid.engine.sampling_params import SamplingParams
@@ -22,10 +23,21 @@ _FIRST_WORDS: Final = (
     ("trigger token id", "structured_outputs"),
 )
 """Of the engine's refusals that begin with no field's name."""
+MESSAGES_PATH: Final = "/v1/messages"
+"""Of Anthropic's API."""
+_INVALID: Final = "invalid_request_error"
+_MESSAGES_KINDS: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's types of errors, by status."""
 _MAX_CHARS: Final = 1000
 """Of a message: one that shows what a client sent may be as long as a body."""
-
-
 CLIENT_GONE: Final = 499
 """The status of an answer that nobody was there for, as proxies have it."""
 
@@ -74,6 +86,20 @@ class ApiError(Exception):
         return found
 
 
+def error_body(error: ApiError, path: str, request_id: str) -> dict[str, Json]:
+    """The JSON of an error as the protocol of the path has it."""
+    if not path.startswith(MESSAGES_PATH):
+        return error.body()
+    return messages_error(error, request_id)
+
+
+def messages_error(error: ApiError, request_id: str) -> dict[str, Json]:
+    """The JSON of an error as Anthropic's clients read it."""
+    kind = _MESSAGES_KINDS.get(error.status, "api_error" if error.status >= 500 else _INVALID)
+    detail = {"type": kind, "message": error.message}
+    return {"type": "error", "error": detail, "request_id": request_id}
+
+
 def api_error(error: Exception) -> ApiError:
     """What a client is told of an error; nothing of one that no request can cause."""
     if isinstance(error, ApiError):
@@ -108,6 +134,17 @@ def _sendable(text: str) -> str:
 def server_error(message: str) -> ApiError:
     """A failure of the server itself."""
     return ApiError(500, message, kind="server_error")
+
+
+def request_failed(message: str, form_field: str | None) -> ApiError:
+    """What ended one request alone: its own form of the text, which no token fits or which takes
+    too long to compile, but for an error of the grammar library.
+
+    form_field: the field that asks for the form.
+    """
+    if message.startswith("the grammar failed"):
+        return server_error(message)
+    return ApiError(400, message, param=form_field)
 
 
 def unavailable(message: str, retry_after_s: int = 5) -> ApiError:

@@ -26,6 +26,7 @@ OPEN_PATHS: Final = PROBES | {"/version"}
 """Need no key."""
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
 _UNKNOWN_PATH: Final = "other"
+_ID_HEADERS: Final = (b"x-request-id", b"request-id")
 
 
 class Front:
@@ -47,7 +48,7 @@ class Front:
             if not isinstance(error, (ApiError, RequestError)):
                 log_failure(_FAILED, "a handler failed", error, exchange.fields)
             if exchange.status is None:
-                await send_error(exchange.send, api_error(error))
+                await send_error(scope, exchange.send, api_error(error))
         finally:
             path = scope["path"]
             status = exchange.status or CLIENT_GONE
@@ -108,8 +109,9 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            name = (b"x-request-id", self._request_id.encode())
-            message = {**message, "headers": [*message.get("headers", ()), name]}
+            # The second name is Anthropic's.
+            names = [(name, self._request_id.encode()) for name in _ID_HEADERS]
+            message = {**message, "headers": [*message.get("headers", ()), *names]}
         await self._send(message)
 
     def log(self, status: int) -> None:

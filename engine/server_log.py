@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
-_LOGGERS: Final = ("decodegrid", "uvicorn", "asyncio", "opentelemetry", "py.warnings")
+LOGGERS: Final = ("decodegrid", "uvicorn", "asyncio", "opentelemetry", "py.warnings")
+"""Whose lines are the server's."""
 
 _MAX_CAUSES: Final = 8
 """Of an error, in its line."""
@@ -44,7 +45,7 @@ def configure_logging(level: str, stream: TextIO | None = None) -> None:
     logging.captureWarnings(True)
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter())
-    for name in _LOGGERS:
+    for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(level.upper())

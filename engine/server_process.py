@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import monotonic
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 
@@ -22,6 +22,7 @@ from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.async_llm import AsyncLLM
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.server_app import build_app
+from decodegrid.engine.server_connections import Connection, guard_connections
 from decodegrid.engine.server_health import describe
 from decodegrid.engine.server_keys import read_keys
 from decodegrid.engine.server_state import ServerState
@@ -74,6 +75,8 @@ class Server:
         self._web = _Web(
             uvicorn.Config(
                 build_app(self.state),
+                http=Connection,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -95,6 +98,10 @@ class Server:
         _LOG.info("listening on %s", self.address)
         self._warn_if_open()
         serving = asyncio.create_task(self._web.serve(sockets=[self.listener]))
+        send_s = self._loaded.config.server.send_timeout_s
+        guard = asyncio.create_task(
+            guard_connections(lambda: self.connections, send_s, self.state.metrics)
+        )
         try:
             engine = await self._start_engine(loop)
             if engine is None:
@@ -105,6 +112,7 @@ class Server:
         finally:
             self._web.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
+            guard.cancel()
             self.state.close()
         report = engine.report().splitlines()
         _LOG.info("what was done", extra={"fields": {"report": report}})
@@ -112,6 +120,11 @@ class Server:
         status = EXIT_ENGINE if is_stuck else status
         _LOG.info("ended with status %d", status)
         return ServerEnd(status, is_stuck)
+
+    @property
+    def connections(self) -> set[Any]:
+        """The open ones."""
+        return self._web.server_state.connections
 
     def _warn_if_open(self) -> None:
         host = self.listener.getsockname()[0]
@@ -199,7 +212,7 @@ class Server:
         if not queue.open_ids:
             return EXIT_CLEAN
         _LOG.warning("drained too long: %d requests are ended", len(queue.open_ids))
-        for request_id in queue.open_ids:
+        for request_id in queue.open_parts:
             self.state.metrics.aborted("drain")
             engine.abort(request_id)
         deadline = monotonic() + _LAST_ANSWERS_S

@@ -7,7 +7,6 @@ a file in server.profile_dir, and its path and the times of its regions as the a
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -20,7 +19,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from decodegrid.engine.async_llm import AsyncLLM
-from decodegrid.engine.chat_body import BodyError
+from decodegrid.engine.body_fields import BodyError
+from decodegrid.engine.sampling_checks import show
 from decodegrid.engine.server_errors import ApiError, server_error
 from decodegrid.engine.server_generate import client_gone, read_data
 from decodegrid.engine.server_state import ServerState, read_json
@@ -53,7 +53,8 @@ class Profiler:
     def __init__(self, directory: Path | None) -> None:
         """Make the directory and try to write there; None: traces are off. Raises OSError."""
         self._directory = directory
-        self._is_busy = False
+        self.is_busy = False
+        """Whether a trace is made now."""
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=directory):
@@ -72,9 +73,9 @@ class Profiler:
             )
         engine = state.health.require()
         order = _read(await read_data(http))
-        if self._is_busy:
+        if self.is_busy:
             raise ApiError(409, "another trace is being made", code="profiling_is_busy")
-        self._is_busy = True
+        self.is_busy = True
         # A task of its own, which outlives the client: the trace has to be ended.
         work = asyncio.create_task(self._trace(engine, order, self._directory))
         gone = asyncio.create_task(client_gone(http.receive))
@@ -104,7 +105,7 @@ class Profiler:
             write = partial(_write, recorded, directory / name, order)
             return JSONResponse(await loop.run_in_executor(self._writer, write))
         finally:
-            self._is_busy = False
+            self.is_busy = False
 
 
 async def _record(engine: AsyncLLM, trace: "LiveTrace", order: _Order) -> "RecordedTrace":
@@ -169,7 +170,7 @@ def _read(data: bytes) -> _Order:
         raise BodyError("timeout_s must be a number", "timeout_s")
     if not 0 < seconds <= MAX_SECONDS:
         raise BodyError(
-            f"timeout_s is {seconds:g}; allowed are numbers above 0 up to {MAX_SECONDS:g}",
+            f"timeout_s is {show(seconds)}; allowed are numbers above 0 up to {MAX_SECONDS:g}",
             "timeout_s",
         )
     return _Order(num_steps, float(seconds))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
 
+from decodegrid.engine.server_errors import MESSAGES_PATH
 from decodegrid.engine.server_schema_answers import (
     CHAT_ANSWER,
     COMPLETION_ANSWER,
@@ -20,10 +21,24 @@ from decodegrid.engine.server_schema_bodies import (
     CHAT_REQUEST,
     COMPLETION_REQUEST,
     DETOKENIZE_REQUEST,
+    PROFILE_REQUEST,
     TOKENIZE_REQUEST,
     body_schemas,
 )
 from decodegrid.engine.server_schema_fields import STRING, Schema, reference
+from decodegrid.engine.server_schema_messages import (
+    COUNT_ANSWER,
+    COUNT_REQUEST,
+    MESSAGE_ANSWER,
+    MESSAGE_ERROR,
+    MESSAGE_REQUEST,
+    message_schemas,
+)
+from decodegrid.engine.server_schema_responses import (
+    RESPONSE_ANSWER,
+    RESPONSE_REQUEST,
+    response_schemas,
+)
 
 Json = Any
 """What json.dumps takes."""
@@ -58,6 +73,8 @@ class Operation:
     """The body of status 200, by its media type."""
     body: str | None = None
     """The component that describes the request's body."""
+    may_be_empty: bool = False
+    """Whether the body may be left out."""
     statuses: tuple[int, ...] = ()
     """Of errors, beside those of every path."""
     is_open: bool = False
@@ -85,7 +102,7 @@ OPERATIONS: Final = (
         "Answer a conversation, whole or in pieces",
         _answer(CHAT_ANSWER, streams=True),
         CHAT_REQUEST,
-        _GENERATING,
+        statuses=_GENERATING,
     ),
     Operation(
         "/v1/completions",
@@ -93,7 +110,33 @@ OPERATIONS: Final = (
         "Continue a prompt, whole or in pieces",
         _answer(COMPLETION_ANSWER, streams=True),
         COMPLETION_REQUEST,
-        _GENERATING,
+        statuses=_GENERATING,
+    ),
+    Operation(
+        "/v1/responses",
+        "post",
+        "Answer an input, whole or in pieces",
+        _answer(RESPONSE_ANSWER, streams=True),
+        RESPONSE_REQUEST,
+        statuses=_GENERATING,
+    ),
+    Operation(
+        MESSAGES_PATH,
+        "post",
+        "Answer messages, whole or in pieces",
+        _answer(MESSAGE_ANSWER, streams=True),
+        MESSAGE_REQUEST,
+        statuses=_GENERATING,
+        error=MESSAGE_ERROR,
+    ),
+    Operation(
+        f"{MESSAGES_PATH}/count_tokens",
+        "post",
+        "Tokens of the prompt that messages make",
+        _answer(COUNT_ANSWER),
+        COUNT_REQUEST,
+        statuses=_WITH_BODY,
+        error=MESSAGE_ERROR,
     ),
     Operation("/v1/models", "get", "The model that is served", _answer("ModelList")),
     Operation(
@@ -110,7 +153,7 @@ OPERATIONS: Final = (
         "Token ids of a prompt, or of a conversation up to its answer",
         _answer("Tokens"),
         TOKENIZE_REQUEST,
-        _WITH_BODY,
+        statuses=_WITH_BODY,
     ),
     Operation(
         "/detokenize",
@@ -118,7 +161,16 @@ OPERATIONS: Final = (
         "Text of token ids, special tokens spelled",
         _answer("Text"),
         DETOKENIZE_REQUEST,
-        _WITH_BODY,
+        statuses=_WITH_BODY,
+    ),
+    Operation(
+        "/profile",
+        "post",
+        "Trace the next steps of the engine",
+        _answer("Profile"),
+        PROFILE_REQUEST,
+        statuses=(*_WITH_BODY, 409, 504),
+        may_be_empty=True,
     ),
     Operation("/live", "get", "Whether the process answers", _answer("Status"), is_open=True),
     Operation(
@@ -141,7 +193,8 @@ def openapi_document(version: str, *, needs_key: bool) -> dict[str, Json]:
     for operation in OPERATIONS:
         made = _operation(operation, needs_key=needs_key)
         paths.setdefault(operation.path, {})[operation.method] = made
-    components: dict[str, Json] = {"schemas": {**body_schemas(), **answer_schemas()}}
+    schemas = {**body_schemas(), **answer_schemas(), **response_schemas(), **message_schemas()}
+    components: dict[str, Json] = {"schemas": schemas}
     if needs_key:
         components["securitySchemes"] = dict(_SCHEMES)
     return {
@@ -169,7 +222,8 @@ def _operation(operation: Operation, *, needs_key: bool) -> dict[str, Json]:
     }
     if operation.body is not None:
         schema = reference(operation.body)
-        found["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+        content = {_JSON: {"schema": schema}}
+        found["requestBody"] = {"required": not operation.may_be_empty, "content": content}
     if asks_key:
         found["security"] = list(_SECURITY)
     return found

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from decodegrid.engine.server_schema_fields import (
+    BOOLEAN,
     STRING,
     Schema,
     array,
@@ -28,18 +29,21 @@ _NUMBER: Final[Schema] = {"type": "number"}
 
 
 def answer_schemas() -> dict[str, Schema]:
-    """The answers of OpenAI's and vLLM's endpoints, by their names among the components."""
+    """The answers to completions, chats and the rest, by their names among the components."""
     return {
         ERROR: _error(),
         CHAT_ANSWER: _answer("chat.completion", _chat_choice(), _prompt_logprobs()),
         COMPLETION_ANSWER: _answer("text_completion", _text_choice(), {}),
         _USAGE: _usage(),
-        _SPECULATION: _whole(dict.fromkeys(("num_drafted", "num_verified", "num_accepted"), _COUNT)),
+        _SPECULATION: _whole(
+            dict.fromkeys(("num_drafted", "num_verified", "num_accepted"), _COUNT)
+        ),
         _CHAT_LOGPROB: _chat_logprob(),
         "Model": _model(),
         "ModelList": _whole({"object": {"const": "list"}, "data": array(reference("Model"))}),
         "Tokens": _whole({"count": _COUNT, "max_model_len": integer(1), "tokens": array(_COUNT)}),
         "Text": _whole({"prompt": STRING}),
+        "Profile": _profile(),
         "Version": _whole({"version": STRING}),
         "Status": record({"status": STRING, "reason": STRING}, ["status"]),
     }
@@ -48,6 +52,19 @@ def answer_schemas() -> dict[str, Schema]:
 def _whole(properties: Mapping[str, Schema]) -> Schema:
     """An object that has all of these fields."""
     return record(properties, properties)
+
+
+def _profile() -> Schema:
+    return _whole(
+        {
+            "path": STRING,
+            "num_bytes": _COUNT,
+            "num_steps": _COUNT,
+            "is_complete": BOOLEAN,
+            "seconds": _NUMBER,
+            "times": array({"type": "object"}),
+        }
+    )
 
 
 def _error() -> Schema:
@@ -130,9 +147,7 @@ def _text_choice() -> Schema:
 
 def _prompt_logprobs() -> dict[str, Schema]:
     """Where they are asked for: of each token of the prompt, by token id."""
-    entry = _whole(
-        {"logprob": _NUMBER, "rank": or_null(_COUNT), "decoded_token": or_null(STRING)}
-    )
+    entry = _whole({"logprob": _NUMBER, "rank": or_null(_COUNT), "decoded_token": or_null(STRING)})
     tokens = {"type": "object", "additionalProperties": entry}
     return {"prompt_logprobs": array(or_null(tokens))}
 

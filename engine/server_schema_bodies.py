@@ -6,30 +6,36 @@ flow: properties -> components of the OpenAPI document.
 
 from typing import Final
 
+from decodegrid.engine.batch_body import INERT
 from decodegrid.engine.chat_body import EFFORTS
 from decodegrid.engine.runner_protocol import MAX_TOP_LOGPROBS
+from decodegrid.engine.server_profile import MAX_SECONDS, MAX_STEPS
 from decodegrid.engine.server_schema_fields import (
     BOOLEAN,
     NULL,
     STRING,
     Schema,
     array,
-    common_properties,
     integer,
+    json_schema_record,
     one_of_values,
     or_null,
     record,
+    sampling_properties,
+    structured_outputs,
     text,
 )
+from decodegrid.engine.server_schema_tools import format_schemas, tool_properties
 
 CHAT_REQUEST: Final = "ChatCompletionRequest"
 COMPLETION_REQUEST: Final = "CompletionRequest"
 TOKENIZE_REQUEST: Final = "TokenizeRequest"
 DETOKENIZE_REQUEST: Final = "DetokenizeRequest"
+PROFILE_REQUEST: Final = "ProfileRequest"
 
 
 def body_schemas() -> dict[str, Schema]:
-    """The bodies of OpenAI's and vLLM's endpoints, by their names among the components."""
+    """The bodies of completions, chats and the rest, by their names among the components."""
     return {
         CHAT_REQUEST: _chat(),
         COMPLETION_REQUEST: _completion(),
@@ -37,14 +43,23 @@ def body_schemas() -> dict[str, Schema]:
         DETOKENIZE_REQUEST: record(
             {"model": or_null(STRING), "tokens": array(integer(0))}, ["tokens"]
         ),
+        PROFILE_REQUEST: record(
+            {
+                "num_steps": integer(1, MAX_STEPS),
+                "timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS},
+            }
+        ),
     }
 
 
 def _completion() -> Schema:
-    ids = array(integer(0), 1)
+    one = [text(1), array(integer(0), 1)]
     properties = {
-        **common_properties(),
-        "prompt": {"description": "Text, or token ids.", "anyOf": [text(1), ids]},
+        **_common(),
+        "prompt": {
+            "description": "Text, or token ids, or a list of either.",
+            "anyOf": [*one, array({"anyOf": one}, 1)],
+        },
         "logprobs": or_null({"const": False}, integer(0, MAX_TOP_LOGPROBS)),
         "top_logprobs": NULL,
     }
@@ -53,7 +68,7 @@ def _completion() -> Schema:
 
 def _chat() -> Schema:
     properties = {
-        **common_properties(),
+        **_common(),
         **_conversation(),
         "max_completion_tokens": or_null(integer(1), about="max_tokens by its newer name."),
         "logprobs": or_null(BOOLEAN),
@@ -72,29 +87,29 @@ def _tokenize() -> Schema:
     }
 
 
+def _common() -> dict[str, Schema]:
+    """What a completion and a chat both have."""
+    options = record({"include_usage": BOOLEAN})
+    return {
+        "model": or_null(STRING, about="The name of the model that is served, or empty."),
+        "user": or_null(STRING, about="A label of the caller, which changes nothing."),
+        "max_tokens": or_null(integer(1)),
+        "stream": or_null(BOOLEAN),
+        "stream_options": or_null(options, about="Only in a stream."),
+        **sampling_properties(),
+        "response_format": or_null(*format_schemas(json_schema_record(), is_flat=False)),
+        "structured_outputs": structured_outputs(),
+        **{name: one_of_values(values) for name, values in INERT.items()},
+    }
+
+
 def _conversation() -> dict[str, Schema]:
     """The fields that say what a conversation is."""
     messages = array({"anyOf": [_plain_message(), _assistant_message(), _tool_message()]}, 1)
-    function = record(
-        {
-            "name": STRING,
-            "description": or_null(STRING),
-            "parameters": or_null({"type": "object"}, about="A JSON schema."),
-            "strict": one_of_values([False]),
-        },
-        ["name"],
-        may_have_nulls=True,
-    )
-    tool = record(
-        {"type": {"const": "function"}, "function": function},
-        ["type", "function"],
-        may_have_nulls=True,
-    )
     kind = record({"type": {"enum": ["enabled", "disabled"]}}, ["type"])
     return {
         "messages": {**messages, "description": "The last one is not the assistant's."},
-        "tools": or_null(array(tool)),
-        "tool_choice": one_of_values(["auto", "none"]),
+        **tool_properties(is_flat=False),
         "thinking": or_null(kind),
         "reasoning_effort": one_of_values(EFFORTS),
     }

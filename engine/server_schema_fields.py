@@ -1,4 +1,4 @@
-"""JSON schemas of the fields that completions and chats have in common, for the OpenAPI document.
+"""JSON schemas of the fields that several protocols have, and what they are made of.
 
 Owns how types and limits are written down; their numbers come from the modules that check them.
 What a schema cannot say (rules between fields, the vocabulary) only the parsers know, so that a
@@ -8,7 +8,6 @@ schema allows no less than they do. Data flow: limits and tables of the parsers 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from decodegrid.engine.batch_body import INERT
 from decodegrid.engine.grammar_params import MAX_CHARACTERS, MAX_TRIGGER_TOKENS
 from decodegrid.engine.runner_protocol import MAX_TOP_LOGPROBS
 from decodegrid.engine.sampling_checks import MAX_LOGIT_BIAS, MAX_NUM_LOGIT_BIAS
@@ -134,9 +133,9 @@ def sampling_properties() -> dict[str, Schema]:
     }
 
 
-def form_properties() -> dict[str, Schema]:
-    """response_format and structured_outputs, of which at most one is given."""
-    schema = record(
+def json_schema_record() -> Schema:
+    """A schema for the text, with its name."""
+    return record(
         {
             "name": or_null(STRING, about="A label, which changes nothing."),
             "description": NULL,
@@ -145,15 +144,10 @@ def form_properties() -> dict[str, Schema]:
         },
         ["schema"],
     )
-    formats = [
-        record({"type": {"const": "text"}}, ["type"], may_have_nulls=True),
-        record({"type": {"const": "json_object"}}, ["type"], may_have_nulls=True),
-        record(
-            {"type": {"const": "json_schema"}, "json_schema": schema},
-            ["type", "json_schema"],
-            may_have_nulls=True,
-        ),
-    ]
+
+
+def structured_outputs() -> Schema:
+    """vLLM's field for the form of the text."""
     outputs = record(
         {
             "json": or_null({"type": "object"}, text(1, MAX_CHARACTERS["json"])),
@@ -165,24 +159,4 @@ def form_properties() -> dict[str, Schema]:
             "trigger_token_ids": or_null(array(_TOKEN_ID, 0, MAX_TRIGGER_TOKENS)),
         }
     )
-    return {
-        "response_format": or_null(*formats),
-        "structured_outputs": or_null(
-            outputs, about="Exactly one of json, regex, choice, grammar and json_object."
-        ),
-    }
-
-
-def common_properties() -> dict[str, Schema]:
-    """What a completion and a chat both have."""
-    options = record({"include_usage": BOOLEAN})
-    return {
-        "model": or_null(STRING, about="The name of the model that is served, or empty."),
-        "user": or_null(STRING, about="A label of the caller, which changes nothing."),
-        "max_tokens": or_null(integer(1)),
-        "stream": or_null(BOOLEAN),
-        "stream_options": or_null(options, about="Only in a stream."),
-        **sampling_properties(),
-        **form_properties(),
-        **{name: one_of_values(values) for name, values in INERT.items()},
-    }
+    return or_null(outputs, about="Exactly one of json, regex, choice, grammar and json_object.")

@@ -7,18 +7,21 @@ the parts; handlers ask it for the engine and have their work done beside the ev
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.configs.strict_json import load_json
 from decodegrid.engine.async_llm import AsyncLLM
-from decodegrid.engine.chat_body import kind_name
+from decodegrid.engine.body_fields import kind_name
 from decodegrid.engine.server_errors import ApiError
 from decodegrid.engine.server_health import Health
 from decodegrid.engine.server_keys import ApiKeys
 from decodegrid.engine.server_metrics import ServerMetrics
 from decodegrid.engine.server_queue import RequestQueue
 from decodegrid.engine.server_tracing import make_tracer
+
+if TYPE_CHECKING:
+    from decodegrid.engine.server_profile import Profiler
 
 Json = Any
 """What json.loads makes."""
@@ -47,7 +50,8 @@ class ServerState:
             server.max_queued_tokens,
             self._is_running,
         )
-        self._at_end: list[Callable[[], None]] = []
+        self.profiler: Profiler | None = None
+        """Set with the routes."""
         self._readers = ThreadPoolExecutor(_NUM_READERS, "decodegrid-read")
         # Of their own: who waits for a grammar must not keep others from being read.
         self._grammar_readers = ThreadPoolExecutor(_NUM_GRAMMAR_READERS, "decodegrid-grammar")
@@ -80,14 +84,10 @@ class ServerState:
         engine = self.health.engine
         return engine is not None and engine.is_open(request_id)
 
-    def at_end(self, call: Callable[[], None]) -> None:
-        """Have close() call this too."""
-        self._at_end.append(call)
-
     def close(self) -> None:
         """End the threads, which wait for nothing but their work; may take a moment."""
-        for call in self._at_end:
-            call()
+        if self.profiler is not None:
+            self.profiler.close()
         if self.tracer is not None:
             self.tracer.close()
         self._readers.shutdown(wait=False, cancel_futures=True)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from decodegrid import __version__
-from decodegrid.engine.batch_body import BodyRequest, answer_id
+from decodegrid.engine.server_request import ServedRequest
 from decodegrid.engine.server_times import RequestTimes
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
 _SPAN: Final = "llm_request"
@@ -29,7 +28,12 @@ _CLOSE_S: Final = 2.0
 _MAX_INT: Final = 2**63 - 1
 """Of an attribute: a larger one would cost its whole batch."""
 _PROPAGATED: Final = ("traceparent", "tracestate")
-_OPERATIONS: Final[Mapping[str, str]] = {"chat": "chat", "completion": "text_completion"}
+_OPERATIONS: Final[Mapping[str, str]] = {
+    "chat": "chat",
+    "completion": "text_completion",
+    "response": "chat",
+    "message": "chat",
+}
 """OpenTelemetry's names of the kinds of requests."""
 
 
@@ -39,7 +43,7 @@ class EndedRequest:
 
     headers: Mapping[str, str]
     """Of the HTTP request, by name in lower case."""
-    request: BodyRequest
+    request: ServedRequest
     times: RequestTimes
     request_id: str
     """The client's, or the one that it was given."""
@@ -99,7 +103,7 @@ class _OtlpTracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         # Everything is given here, so that no variable of the environment changes it.
-        self._provider: TracerProvider = TracerProvider(
+        self._provider = TracerProvider(
             sampler=ParentBased(ALWAYS_ON),
             resource=Resource({"service.name": "decodegrid", "service.version": __version__}),
             shutdown_on_exit=False,
@@ -163,7 +167,7 @@ def _attributes(facts: EndedRequest) -> dict[str, Any]:
         "gen_ai.request.choice.count": params.n,
         "gen_ai.request.n": params.n,
         "gen_ai.request.stream": request.stream,
-        "gen_ai.response.id": answer_id(request.kind, facts.name),
+        "gen_ai.response.id": request.answer_id(facts.name),
         "gen_ai.response.model": request.model,
         "gen_ai.usage.input_tokens": facts.num_prompt_tokens,
         "gen_ai.usage.output_tokens": times.num_tokens,

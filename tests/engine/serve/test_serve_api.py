@@ -168,7 +168,7 @@ def test_sampling_fields_are_honoured(client: Any, tokenizer: Tokenizer, toy: An
         ),
         ("chat/completions", {"messages": MESSAGES, "model": "gpt"}, 404, "model", "'gpt'"),
         ("completions", {"prompt": ""}, 400, "prompt", "empty"),
-        ("completions", {"prompt": ["a", "b"]}, 400, "prompt", "one prompt a request"),
+        ("completions", {"prompt": ["a", 5]}, 400, "prompt", "or a list of either"),
         ("completions", {"prompt": "a", "echo": True}, 400, "echo", "echo"),
         ("completions", {"prompt": [999]}, 400, "prompt", "prompt token id 0 is 999"),
         ("completions", {"prompt": "\ud800"}, 400, "prompt", "not valid Unicode"),
