@@ -21,7 +21,7 @@ from decodegrid.configs.cross_field import CrossFieldError
 from decodegrid.configs.env import default_cache_dir
 from decodegrid.configs.other_names import say_instead
 from decodegrid.configs.schema import SCHEMA_VERSION, DeploymentConfig
-from decodegrid.configs.value_text import show_key, show_value
+from decodegrid.configs.value_text import show_key, show_set, show_value
 from decodegrid.configs.yaml_nodes import Document, NodePath, Value, parse
 
 CONFIGS_DIR = Path(__file__).resolve().parent
@@ -186,7 +186,7 @@ class _Tree:
     def override(self, text: str) -> None:
         """Put one `a.b=c` on top of the file's values."""
         key, equals, value_text = text.partition("=")
-        where = f"{FROM_SET} {text}"
+        where = f"{FROM_SET} {show_set(text)}"
         if not equals or not key:
             self.errors.append(f"{where}: must be section.key=value")
             return
@@ -227,8 +227,11 @@ class _Tree:
         return LoadedConfig(config, MappingProxyType(origins), self.path.resolve())
 
     def _describe(self, details: Any) -> list[str]:
-        """The lines for one of pydantic's errors."""
+        """The lines for one of pydantic's errors; none where the value was not even readable."""
         path: NodePath = details["loc"]
+        problem_marks = {problem.mark for problem in self.document.problems}
+        if self.document.marks.get(path) in problem_marks and path not in self.set_texts:
+            return []
         given = details["input"]
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, CrossFieldError):
@@ -247,7 +250,7 @@ class _Tree:
         """Where the value at `path`, or the closest thing around it, was given."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.set_texts:
-                return f"{FROM_SET} {self.set_texts[path[:end]]}"
+                return f"{FROM_SET} {show_set(self.set_texts[path[:end]])}"
         key_marks, marks = self.document.key_marks, self.document.marks
         for end in range(len(path), -1, -1):
             mark = (key_marks if at_key and path[:end] in key_marks else marks).get(path[:end])

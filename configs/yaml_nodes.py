@@ -31,6 +31,7 @@ _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
+_MERGE = "<<"
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 # int() of a longer text raises, and no field takes such a number.
 _MAX_INT_DIGITS = 4000
@@ -93,14 +94,16 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
-            raise _Unsupported(event, f"aliases are not supported, got *{event.anchor}")
+            raise _Unsupported(
+                event, f"aliases are not supported, got *{event.anchor}; write the value out"
+            )
         tag = getattr(event, "tag", None)  # the "!" of a quoted scalar says nothing
         if tag not in (None, "!"):
             raise _Unsupported(event, f"tags are not supported, got {tag}")
         return super().compose_node(parent, index)
 
 
-def parse(text: str | bytes) -> Document:
+def parse(text: str) -> Document:
     """Parse one YAML document. Never raises: what is wrong stands in `problems`."""
     try:
         loader = _Loader(text)
@@ -109,6 +112,8 @@ def parse(text: str | bytes) -> Document:
             return Document(None)
         reader = _NodeReader()
         value = reader.read(root, ())
+    except yaml.reader.ReaderError as error:
+        return Document(None, problems=(_character_problem(text, error),))
     except yaml.YAMLError as error:
         return Document(None, problems=(_syntax_problem(error),))
     except RecursionError:
@@ -125,6 +130,13 @@ def _syntax_problem(error: yaml.YAMLError) -> Problem:
         parts = [part for part in (error.context, error.problem) if part]
         return Problem(_mark(mark), ", ".join(parts))
     return Problem(Mark(1, 1), " ".join(str(error).split()))
+
+
+def _character_problem(text: str, error: yaml.reader.ReaderError) -> Problem:
+    """A character that YAML does not allow; PyYAML says where in the text, not in which line."""
+    before = text[: error.position]
+    mark = Mark(before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1)
+    return Problem(mark, f"a YAML text cannot hold the character U+{ord(text[error.position]):04X}")
 
 
 class _NodeReader:
@@ -151,6 +163,9 @@ class _NodeReader:
                 self._problem(key_node, "a key must be a plain word")
                 continue
             key = key_node.value
+            if key == _MERGE and key_node.style is None:
+                self._problem(key_node, "merge keys are not supported; write the values out")
+                continue
             key_path = (*path, key)
             if key in found:
                 first = self.key_marks[key_path].line

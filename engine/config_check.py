@@ -108,12 +108,37 @@ def _plan_memory(
                 f"{fraction}: the pool is sized at start, by the memory that is free then; shown "
                 "is the most that it can be"
             )
+            _warn_about_share(found, loaded, model, memory, options)
         else:
             free = max(0, options.device_memory - memory.pool_bytes(WEIGHTS))
             pool = size_pool(config, model, free)
             capacity, memory = plan(pool.num_blocks)
             notes.append(f"{fraction}: of {free:,} bytes beside the weights")
     return capacity, memory, notes + ([pool.note] if pool.note else [])
+
+
+def _warn_about_share(
+    found: Findings,
+    loaded: LoadedConfig,
+    model: ModelConfig,
+    memory: MemoryPlan,
+    options: CheckOptions,
+) -> None:
+    """A share of what is free on this machine now that holds no pool; a start may find more."""
+    device = loaded.config.model.device
+    if not _is_for_this_machine(loaded, options):
+        return
+    free = found.result(lambda: free_bytes(device), found.not_checked)
+    if free is not None:
+        left = max(0, free - memory.pool_bytes(WEIGHTS))
+        found.result(lambda: size_pool(loaded.config, model, left), found.warnings)
+
+
+def _is_for_this_machine(loaded: LoadedConfig, options: CheckOptions) -> bool:
+    """Whether what is free here says anything about the deployment."""
+    if options.is_elsewhere or options.model_config is not None:
+        return False
+    return loaded.config.model.device != "cuda" or torch.cuda.is_available()
 
 
 def _weight_settings(
@@ -185,9 +210,7 @@ def _check_room(
                 "(--device-memory)"
             )
         return
-    if options.is_elsewhere or options.model_config is not None:
-        return
-    if device == "cuda" and not torch.cuda.is_available():
+    if not _is_for_this_machine(loaded, options):
         return
     free = found.result(lambda: free_bytes(device), found.not_checked)
     if free is not None and total > free and not loaded.config.cache.memory_fraction:

@@ -308,6 +308,19 @@ def test_a_share_of_the_memory(check: Check) -> None:
     assert report["memory"]["kv"]["blocks"] == 100 and report["problems"] != []
 
 
+def test_a_share_of_the_memory_that_holds_no_pool(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, report = report_of(check, "cache.memory_fraction=0.5")
+    weights = report["memory"]["pools"]["weights"]
+    monkeypatch.setattr("decodegrid.engine.config_check.free_bytes", lambda device: weights + 1000)
+    status, report = report_of(check, "cache.memory_fraction=0.5")
+    assert status == 0 and len(report["warnings"]) == 1
+    assert "cache.memory_fraction = 0.5 of 1000 free bytes gives" in report["warnings"][0]
+    _, report = report_of(check, "cache.memory_fraction=0.5", "--elsewhere")
+    assert report["warnings"] == []
+
+
 def test_memory_that_this_machine_does_not_have(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
