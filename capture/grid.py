@@ -195,14 +195,17 @@ class Grid:
         req_sizes = sorted({key.num_reqs for key in self.keys})
         token_sizes = sorted({key.num_query_tokens for key in self.keys})
         ranked = sorted(self.keys, key=lambda key: (cost(key), key))
+        places = {(key.num_reqs, key.num_query_tokens): i for i, key in enumerate(ranked)}
         rows, columns = len(req_sizes) + 1, len(token_sizes) + 1
-        table: list[list[GraphKey | None]] = [[None] * columns for _ in range(rows)]
-        for row, num_reqs in enumerate(req_sizes):
-            usable = [key for key in ranked if key.num_reqs >= num_reqs]
-            for column, num_query_tokens in enumerate(token_sizes):
-                fits = (key for key in usable if key.num_query_tokens >= num_query_tokens)
-                table[row][column] = next(fits, None)
-        self._table = table
+        best = [[len(ranked)] * columns for _ in range(rows)]
+        # What covers a cell is the pair of its own sizes, or covers the next row or column.
+        for row in reversed(range(rows - 1)):
+            for column in reversed(range(columns - 1)):
+                place = places.get((req_sizes[row], token_sizes[column]), len(ranked))
+                best[row][column] = min(place, best[row + 1][column], best[row][column + 1])
+        self._table: list[list[GraphKey | None]] = [
+            [ranked[place] if place < len(ranked) else None for place in line] for line in best
+        ]
         most_tokens = self.largest_key.num_query_tokens
         self._req_bucket = [bisect_left(req_sizes, n) for n in range(self.max_num_reqs + 1)]
         self._token_bucket = [bisect_left(token_sizes, n) for n in range(most_tokens + 1)]
