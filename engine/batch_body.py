@@ -57,6 +57,7 @@ _SAMPLING: Final = (
 _LOGPROBS: Final = ("logprobs", "top_logprobs")
 _OPTIONS: Final = "stream_options"
 _STREAM: Final = ("stream", _OPTIONS)
+_STREAM_OPTIONS: Final = ("include_usage", "include_obfuscation")
 
 INERT: Final[Mapping[str, tuple[Json, ...]]] = {
     "echo": (False,),
@@ -69,15 +70,16 @@ INERT: Final[Mapping[str, tuple[Json, ...]]] = {
     **SAMPLING_VALUES,
 }
 """Fields that must ask for what happens anyway: null, or one of these values."""
-_LABELS: Final = ("model", "user")
-"""Say whose request it is and for which model; `user` goes nowhere."""
+_LABELS: Final[Mapping[Kind, tuple[str, ...]]] = {
+    "completion": ("model", "user"),
+    "chat": ("model", "user", "safety_identifier", "prompt_cache_key"),
+}
+"""Say whose request it is and for which model; all but `model` go nowhere."""
 _LENGTHS: Final = ("max_tokens", "max_completion_tokens")
-_COMMON: Final = frozenset(
-    {*_LABELS, "max_tokens", *_SAMPLING, *_LOGPROBS, *FORM_FIELDS, *_STREAM, *INERT}
-)
+_COMMON: Final = frozenset({"max_tokens", *_SAMPLING, *_LOGPROBS, *FORM_FIELDS, *_STREAM, *INERT})
 FIELDS: Final[Mapping[Kind, frozenset[str]]] = {
-    "completion": _COMMON | {"prompt"},
-    "chat": _COMMON | {*CHAT_FIELDS, *_LENGTHS},
+    "completion": _COMMON | {"prompt", *_LABELS["completion"]},
+    "chat": _COMMON | {*CHAT_FIELDS, *_LENGTHS, *_LABELS["chat"]},
 }
 """Every field that a body may have."""
 
@@ -153,7 +155,7 @@ def read_body(
     fields = {name: value for name, value in body.items() if value is not None}
     check_names(body, FIELDS[kind])
     check_inert(fields, INERT)
-    for name in _LABELS:
+    for name in _LABELS[kind]:
         check_label(fields, name)
     stream, include_usage = _read_stream(fields, may_stream=may_stream)
     chat: ChatForm | None = None
@@ -322,12 +324,13 @@ def _read_stream(fields: Mapping[str, Json], *, may_stream: bool) -> tuple[bool,
     if not isinstance(options, dict):
         raise BodyError(f"stream_options must be an object, got {kind_name(options)}", _OPTIONS)
     for name, value in options.items():
-        if name != "include_usage":
-            error = unknown_field(name, ("include_usage",), _OPTIONS)
-            raise BodyError(str(error), _OPTIONS)
-        if not isinstance(value, bool):
+        if name not in _STREAM_OPTIONS:
+            raise BodyError(str(unknown_field(name, _STREAM_OPTIONS, _OPTIONS)), _OPTIONS)
+        if value is not None and not isinstance(value, bool):
             raise BodyError(f"stream_options.{name} must be true or false", _OPTIONS)
-    return stream, options.get("include_usage", False)
+    if options.get("include_obfuscation"):
+        raise BodyError("stream_options.include_obfuscation is not supported", _OPTIONS)
+    return stream, bool(options.get("include_usage"))
 
 
 def _fields_of_form(chat: ChatForm, fields: Mapping[str, Json]) -> dict[str, Json]:

@@ -70,10 +70,12 @@ FIELDS: Final = (
 """Every field that a body may have."""
 _ECHOED: Final = (
     *("instructions", "max_output_tokens", "metadata", "reasoning", "text", "tools"),
-    *("tool_choice", "parallel_tool_calls", "temperature", "top_p"),
+    *("tool_choice", "parallel_tool_calls"),
     *LABELS,
 )
 """Fields that the answer repeats."""
+_SAMPLED: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+"""Settings that it names also where they are not given."""
 _FORMAT: Final = ("name", "description", "schema", "strict")
 _SPELLED: Final = {"max_tokens": "max_output_tokens"}
 _VERBOSITY: Final = {"text.verbosity": ("medium", None)}
@@ -107,7 +109,7 @@ def read_response(
     params = _read_params(fields, form, text, sampling)
     echo = {name: fields[name] for name in _ECHOED if name in fields}
     echo["text"] = {"format": {"type": "text"}, **fields.get("text", {})}
-    echo |= {"temperature": params.temperature, "top_p": params.top_p}
+    echo |= {name: getattr(params, name) for name in _SAMPLED}
     return ServedRequest(
         kind="response",
         model=model,

@@ -48,6 +48,9 @@ def build_app(state: ServerState) -> ASGIApp:
         redoc_url=None,
         # The bodies are read by hand, of which FastAPI's document would say nothing.
         openapi_url=None,
+        # A redirect would name the scheme and the host as the client sees them, which behind a
+        # proxy are not these, and have it send its key there.
+        redirect_slashes=False,
         # It would follow an environment variable, and costs time for every message.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
@@ -149,6 +152,8 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def one(name: str) -> dict[str, Any]:
+        if not name:
+            return await models()
         state.check_model(name)
         return model()
 

@@ -37,6 +37,10 @@ class Connection(H11Protocol):
         self.access_log = False  # its lines have the query in them, which may hold a key
         self._written_at = self._asked_at = monotonic()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """uvicorn's own tells whoever runs the server to install something, for what any client
+        can ask; the request is answered as one that asks for no other protocol."""
+
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
         super().resume_writing()

@@ -7,6 +7,7 @@ not and wherever the request stands. Data flow: body -> ServedRequest -> AsyncLL
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
@@ -48,6 +49,9 @@ REQUEST_ID: Final = "request_id"
 """Where the ASGI scope's state has the id that the client gave or was given."""
 ANSWER_ID: Final = "answer_id"
 """Where the ASGI scope's state has the engine's name of a request, once it has one."""
+_CHARSET: Final = re.compile(r"(?:^|;)\s*charset\s*=\s*\"?([^\s;\"]*)")
+_CHARSETS: Final = ("utf-8", "utf8", "us-ascii")
+"""UTF-8, its usual misspelling, and a part of it."""
 _BODY_S: Final = 60.0
 """How long a body may be on its way."""
 _LAST_WORDS_S: Final = 2.0
@@ -109,12 +113,8 @@ async def _take(state: ServerState, dialect: Dialect, http: Request) -> Response
 
 async def read_data(http: Request) -> bytes:
     """The body of a request; raises ApiError where the client takes too long to send it, and where
-    it is said to be something else than JSON, as the forms of other sites' pages say."""
-    given = http.headers.get("content-type", "")
-    kind = given.partition(";")[0].strip().lower()
-    if kind and kind != "application/json" and not kind.endswith("+json"):
-        message = f"the body must be application/json, got the content type {given!r}"
-        raise ApiError(415, message, code="unsupported_media_type")
+    it is said to be something else than JSON in UTF-8."""
+    _check_media(http.headers.get("content-type", ""), http.headers.get("content-encoding", ""))
     try:
         async with asyncio.timeout(_BODY_S):
             return await http.body()
@@ -123,6 +123,23 @@ async def read_data(http: Request) -> bytes:
     except TimeoutError:
         message = f"the body did not come within {_BODY_S:g} s"
         raise ApiError(408, message, code="timeout") from None
+
+
+def _check_media(content_type: str, encoding: str) -> None:
+    """Raise ApiError for a body of another kind, as the forms of other sites' pages send, and for
+    one that is compressed: a small one could become any size."""
+    message = ""
+    kind, _, rest = content_type.lower().partition(";")
+    kind = kind.strip()
+    charset = _CHARSET.search(rest)
+    if kind and kind != "application/json" and not kind.endswith("+json"):
+        message = f"the body must be application/json, got the content type {content_type!r}"
+    elif charset is not None and charset[1] not in _CHARSETS:
+        message = f"the body must be UTF-8, got the content type {content_type!r}"
+    elif encoding.strip().lower() not in ("", "identity"):
+        message = f"the body must not be compressed, got the content encoding {encoding!r}"
+    if message:
+        raise ApiError(415, message, code="unsupported_media_type")
 
 
 def _read(state: ServerState, engine: AsyncLLM, dialect: Dialect, data: bytes) -> ServedRequest:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+_MAX_BYTES: Final = 2**20
+"""Of a file of keys."""
 _MIN_CHARS: Final = 16
 """Of a key: shorter ones can be guessed."""
 
@@ -41,11 +43,17 @@ class ApiKeys:
 def read_keys(path: Path | None) -> ApiKeys:
     """The keys of a file: one a line, empty lines and those that begin with # left out.
 
-    None: nobody needs one. Raises OSError, and ValueError for a file that is not UTF-8, has no
-    key, or one that is too short or no word of printable ASCII, with its line's number.
+    None: nobody needs one. Raises OSError, and ValueError for what is no file (a pipe may never
+    end) or a huge one, for a file that is not UTF-8 or has no key, and for a key that is too short
+    or no word of printable ASCII, with its line's number.
     """
     if path is None:
         return ApiKeys()
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: is not a file")
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise ValueError(f"{path}: {size} bytes; at most {_MAX_BYTES} are read")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:

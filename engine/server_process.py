@@ -231,6 +231,8 @@ def _listen(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise ValueError(f"server.host {host!r}: {error.strerror}") from None
+    except UnicodeError:  # a label that is empty, or longer than names may have
+        raise ValueError(f"server.host {host!r} is no name of a host") from None
     family, _, _, _, address = found[0]
     try:
         return socket.create_server(address[:2], family=family, backlog=2048)

@@ -6,6 +6,8 @@ a file in server.profile_dir, and its path and the times of its regions as the a
 """
 
 import asyncio
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -56,6 +58,10 @@ class Profiler:
         self.is_busy = False
         """Whether a trace is made now."""
         if directory is not None:
+            if directory.exists() and not directory.is_dir():
+                # What mkdir says of it is that it exists.
+                code = errno.ENOTDIR
+                raise NotADirectoryError(code, os.strerror(code), str(directory))
             directory.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=directory):
                 pass

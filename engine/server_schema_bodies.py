@@ -70,6 +70,10 @@ def _chat() -> Schema:
     properties = {
         **_common(),
         **_conversation(),
+        "safety_identifier": or_null(STRING, about="A label, which changes nothing."),
+        "prompt_cache_key": or_null(
+            STRING, about="The same: the prefix cache goes by content alone."
+        ),
         "max_completion_tokens": or_null(integer(1), about="max_tokens by its newer name."),
         "logprobs": or_null(BOOLEAN),
         "top_logprobs": or_null(integer(0, MAX_TOP_LOGPROBS), about="Above 0 with logprobs only."),
@@ -89,7 +93,9 @@ def _tokenize() -> Schema:
 
 def _common() -> dict[str, Schema]:
     """What a completion and a chat both have."""
-    options = record({"include_usage": BOOLEAN})
+    options = record(
+        {"include_usage": or_null(BOOLEAN), "include_obfuscation": or_null({"const": False})}
+    )
     return {
         "model": or_null(STRING, about="The name of the model that is served, or empty."),
         "user": or_null(STRING, about="A label of the caller, which changes nothing."),

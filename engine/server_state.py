@@ -101,4 +101,6 @@ def read_json(data: bytes) -> Json:
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8 at byte {error.start}") from None
     except ValueError as error:
-        raise ApiError(400, f"the body is {error}", code="invalid_json") from None
+        what = str(error)
+        message = f"the body is {what}" if what.startswith("not ") else f"in the body {what}"
+        raise ApiError(400, message, code="invalid_json") from None

@@ -105,7 +105,9 @@ class Tokenizer:
         is not valid Unicode.
         """
         _check_unicode(text)
-        return [self.bos_token_id, *self._plain.encode(text, add_special_tokens=False).ids]
+        # A batch: for a single text the library keeps all other threads waiting meanwhile.
+        (found,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
+        return [self.bos_token_id, *found.ids]
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Ids of a conversation in the V4.1 format, without thinking, up to the next answer.

@@ -2,7 +2,9 @@
 
 import json
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import deepseek_recipe as recipe
@@ -75,6 +77,27 @@ def test_the_embedded_tokenizer() -> None:
         ids = embedded.encode(text)
         assert embedded.decode(ids) == text and len(ids) <= 1 + len(text.encode())
         assert ids[1:] == embedded.encode_chat([ChatMessage("user", text)])[2:-2]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    """The server's event loop is one of them."""
+    embedded = Tokenizer(CONFIGS_DIR / EMBEDDED_CHECKPOINT / "tokenizer.json")
+    began, ended, num_turns = threading.Event(), threading.Event(), 0
+
+    def encode() -> list[int]:
+        began.set()
+        try:
+            return embedded.encode("a b " * 50_000)
+        finally:
+            ended.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(encode)
+        assert began.wait(60)
+        while not ended.wait(0.001):
+            num_turns += 1
+        assert len(found.result()) == 100_002
+    assert num_turns > 10, "the encoder kept the other threads waiting"
 
 
 def test_special_tokens_in_a_prompt_are_plain_text(

@@ -183,7 +183,13 @@ def test_sampling_fields_are_honoured(client: Any, tokenizer: Tokenizer, toy: An
             "prompt_logprobs",
             "in a stream",
         ),
-        ("completions", b'{"prompt": "a", "prompt": "b"}', 400, None, "there twice"),
+        (
+            "completions",
+            b'{"prompt": "a", "prompt": "b"}',
+            400,
+            None,
+            "in the body the key 'prompt'",
+        ),
         ("completions", b'{"prompt": NaN}', 400, None, "NaN"),
         ("completions", b"[" * 100000, 400, None, "nested too deeply"),
         ("completions", b"\xff", 400, None, "not UTF-8 at byte 0"),
@@ -252,3 +258,33 @@ def test_models_tokens_and_version(server: Any, client: Any, tokenizer: Tokenize
     assert json.loads(server.get("/version")[1])["version"]
     assert server.get("/nothing")[0] == 404 and "no such path" in server.get("/nothing")[1]
     assert server.get("/v1/completions")[0] == 405
+
+
+def test_a_slash_behind_a_path_sends_nobody_elsewhere(server: Any) -> None:
+    """A redirect would send a client with its key wherever the Host header says."""
+    for path in ("/v1/completions/", "/v1/chat/completions/", "/tokenize/"):
+        answer = server.post(path, {"prompt": "a"}, host="other.example")
+        assert answer.status_code == 404 and "location" not in answer.headers
+        assert "no such path" in answer.json()["error"]["message"]
+    listed = json.loads(server.get("/v1/models/")[1])
+    assert listed == json.loads(server.get("/v1/models")[1]) and len(listed["data"]) == 1
+
+
+def test_labels_and_options_that_change_nothing(server: Any) -> None:
+    """Clients send them unasked; a value that asks for something is refused."""
+    path = "/v1/chat/completions"
+    base: Any = {"messages": MESSAGES, "max_tokens": 3, "temperature": 0}
+    plain = server.post(path, base).json()["choices"]
+    labels = {"safety_identifier": "s", "prompt_cache_key": "k", "user": "u"}
+    assert server.post(path, {**base, **labels}).json()["choices"] == plain
+    for name in labels:
+        answer = server.post(path, {**base, name: 5})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    for options, status in (
+        ({"include_usage": None, "include_obfuscation": False}, 200),
+        ({"include_obfuscation": None}, 200),
+        ({"include_obfuscation": True}, 400),
+        ({"include_obfuscation": 0}, 400),
+    ):
+        answer = server.post(path, {**base, "stream": True, "stream_options": options})
+        assert answer.status_code == status and '"usage"' not in answer.text, answer.text

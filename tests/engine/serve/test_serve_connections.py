@@ -101,6 +101,15 @@ def test_half_a_request_is_not_waited_for(start: Any, monkeypatch: pytest.Monkey
     assert server.metric("decodegrid_connections_dropped_total", reason="not asking") == 3
 
 
+def test_who_asks_for_another_protocol_gets_this_one(start: Any, log: io.StringIO) -> None:
+    server, _, _ = start()
+    lines = ["GET /live HTTP/1.1", "Host: x", "Connection: Upgrade, close", "Upgrade: websocket"]
+    with server.connect("\r\n".join([*lines, "", ""]).encode()) as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    assert server.stop().status == 0
+    assert "pip install" not in log.getvalue() and "warning" not in log.getvalue()
+
+
 def test_a_client_that_goes_in_its_body_is_no_error(
     start: Any, log: io.StringIO, idle: Any
 ) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,14 @@ def test_bad_key_files(tmp_path: Path, text: str, words: str) -> None:
         read_keys(tmp_path / "missing")
     path.write_bytes(b"\xff")
     with pytest.raises(ValueError, match="not UTF-8 at byte 0"):
+        read_keys(path)
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ValueError, match="is not a file"):
+            read_keys(other)
+    with path.open("wb") as file:
+        file.truncate(2**20 + 1)
+    with pytest.raises(ValueError, match="1048577 bytes; at most 1048576"):
         read_keys(path)
     assert not read_keys(None) and read_keys(None).accepts({})
 

@@ -453,6 +453,28 @@ def test_other_kinds_of_bodies_are_refused(server: Any, path: str, kind: str) ->
 
 
 @pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({"content-type": "application/json; charset=latin-1"}, "must be UTF-8"),
+        ({"content-type": 'application/json;x=y; Charset="utf-16"'}, "must be UTF-8"),
+        ({"content-encoding": "gzip"}, "must not be compressed, got the content encoding 'gzip'"),
+        ({"content-encoding": "identity, br"}, "must not be compressed"),
+        ({"content-type": 'application/json;charset="UTF-8"'}, None),
+        ({"content-type": "application/json; x=charset=latin-1"}, None),
+        ({"content-encoding": "Identity"}, None),
+    ],
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_bodies_in_other_codes_are_refused(
+    server: Any, path: str, headers: dict[str, str], words: str | None
+) -> None:
+    """Read as UTF-8 they would be taken for something else."""
+    answer = server.post(path, encode(VALID[path][0]), **headers)
+    assert answer.status_code == (200 if words is None else 415)
+    assert words is None or words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("data", "param"),
     [(b'{"timeout_s": 1' + b"0" * 400 + b"}", "timeout_s"), (b'{"num_steps": 1e999}', "num_steps")],
 )

@@ -155,6 +155,8 @@ def test_what_cannot_start_says_so_at_once(capsys: pytest.CaptureFixture[str]) -
         for words, message in (
             (["--port", port], f"127.0.0.1:{port}: Address already in use"),
             (["--host", "no such host", "--port", "0"], "server.host 'no such host'"),
+            (["--host", "a..b", "--port", "0"], "server.host 'a..b' is no name of a host"),
+            (["--host", "a" * 64, "--port", "0"], "is no name of a host"),
             (["--port", "70000"], "--port is 70000"),
             (["--port", "0", "--set", "server.api_keys_file=none.txt"], "none.txt: No such file"),
             (["--set", "scheduler.engine_type=prompt"], "engine_type normal, got prompt"),

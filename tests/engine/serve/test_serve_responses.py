@@ -84,6 +84,18 @@ def test_a_response_is_answered_whole_and_in_pieces(
     assert raw.text.startswith("event: response.created\ndata: {") and "[DONE]" not in raw.text
 
 
+def test_the_answer_names_the_penalties_that_were_taken(server: Any) -> None:
+    client = server.client()
+    plain = client.responses.create(**{**BODY, "max_output_tokens": 2})
+    assert plain.presence_penalty == 0 == plain.frequency_penalty
+    body: Any = {**BODY, "max_output_tokens": 2}
+    body["extra_body"] = {"presence_penalty": 1.5, "frequency_penalty": -0.5}
+    found = client.responses.create(**body)
+    assert (found.presence_penalty, found.frequency_penalty) == (1.5, -0.5)
+    last = list(client.responses.create(**body, stream=True))[-1].response
+    assert (last.presence_penalty, last.frequency_penalty) == (1.5, -0.5)
+
+
 def test_the_stream_helper_collects_tool_calls(answering: Any, spell: Any) -> None:
     """Two calls in one answer; their results are sent back, and the text before them is kept."""
     body = {**BODY, "tools": TOOLS}

@@ -459,12 +459,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values that ask for what happens anyway."""
 STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "chat": ({}, {"include_usage": False}),
-    "completion": ({}, {"include_usage": False}),
+    "chat": ({}, {"include_usage": False}, {"include_obfuscation": False}),
+    "completion": ({}, {"include_usage": False}, {"include_obfuscation": False}),
     "response": ({}, {"include_obfuscation": False}),
 }
 SILENT: dict[str, set[str]] = {
-    "chat": {"user"},
+    "chat": {"user", "safety_identifier", "prompt_cache_key"},
     "completion": {"user", "top_logprobs"},
     "message": {"model", "metadata", "cache_control"},
     "response": {
