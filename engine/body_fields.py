@@ -6,13 +6,17 @@ has a table of its fields of its own. Data flow: parts of a body -> the same par
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_checks import show
 
 Json = Any
 """What json.loads makes."""
+
+
+_FORMS: Final = ("ebnf", "json_schema", "regex")
+"""Names that SGLang has for the form of a text; those of vLLM begin with `guided_`."""
 
 
 class BodyError(RequestError):
@@ -30,6 +34,8 @@ def unknown_field(name: str, known: Collection[str], where: str = "") -> BodyErr
     where: the way to the object that has it.
     """
     place = f"{where}.{name}" if where else name
+    if (name in _FORMS or name.startswith("guided_")) and "structured_outputs" in known:
+        return BodyError(f"{place} is not supported; structured_outputs does that here", place)
     # A long name is like none, and takes long to compare.
     near = difflib.get_close_matches(name[:64], sorted(known), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

@@ -113,6 +113,7 @@ def _add_probes(app: FastAPI, state: ServerState) -> None:
         return {"status": "live"}
 
     @app.get("/ready")
+    @app.get("/health")
     async def ready() -> Response:
         problem = state.health.problem()
         if problem is None:

@@ -20,7 +20,7 @@ from decodegrid.engine.server_state import ServerState
 
 _LOG = logging.getLogger("decodegrid.access")
 _FAILED = logging.getLogger("decodegrid.server")
-PROBES: Final = frozenset({"/live", "/ready", "/metrics"})
+PROBES: Final = frozenset({"/live", "/ready", "/health", "/metrics"})
 """Asked every few seconds: their lines are for level debug."""
 OPEN_PATHS: Final = PROBES | {"/version"}
 """Need no key."""

@@ -181,6 +181,14 @@ OPERATIONS: Final = (
         is_open=True,
         plain={503: "Status"},
     ),
+    Operation(
+        "/health",
+        "get",
+        "The same as /ready, under the name that vLLM and SGLang have for it",
+        _answer("Status"),
+        is_open=True,
+        plain={503: "Status"},
+    ),
     Operation("/version", "get", "The server's version", _answer("Version"), is_open=True),
     Operation("/metrics", "get", "Prometheus' metrics", {"text/plain": STRING}, is_open=True),
 )

@@ -55,7 +55,7 @@ def test_keys_are_asked_for_and_not_told(
         assert answer.json()["error"]["code"] == "invalid_api_key"
     with pytest.raises(openai.AuthenticationError):
         server.client(api_key="wrong").models.list()
-    for path_, status in (("/live", 200), ("/ready", 200), ("/metrics", 200), ("/version", 200)):
+    for path_, status in (("/live", 200), ("/health", 200), ("/ready", 200), ("/metrics", 200), ("/version", 200)):
         assert server.get(path_)[0] == status
     assert server.get("/v1/models")[0] == 401 == server.get("/openapi.json")[0]
     server.stop()
@@ -113,7 +113,7 @@ def test_requests_have_ids_and_probes_no_lines(start: Callable[..., Any], log: i
     assert answer.headers["x-request-id"] == "mine-1"
     made = server.post("/v1/completions?key=hidden", body, **{"x-request-id": "a b"})
     assert made.headers["x-request-id"].startswith("req-")
-    for path in ("/live", "/ready", "/metrics"):
+    for path in ("/live", "/ready", "/health", "/metrics"):
         assert server.get(path)[0] == 200
     server.get("/nothing")
     server.stop()

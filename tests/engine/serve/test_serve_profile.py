@@ -82,7 +82,8 @@ def test_a_trace_of_a_serving_engine_has_its_regions_by_name(
     times = {row["name"]: row for row in found["times"]}
     regions = {node.name for graph in graphs.fused.values() for node in graph.nodes}
     assert len(regions & names) > 5 and regions & set(times)
-    assert times["step"]["count"] == found["num_steps"]
+    # A turn of the engine that only takes in or ends requests has its range too.
+    assert times["step"]["count"] >= found["num_steps"]
     keys = {str(graph.key) for graph in graphs.fused.values()}
     assert keys & set(times), "no replay has the name of its graph"
     totals = [row["total_ms"] for row in found["times"]]
