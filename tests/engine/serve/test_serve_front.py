@@ -55,8 +55,8 @@ def test_keys_are_asked_for_and_not_told(
         assert answer.json()["error"]["code"] == "invalid_api_key"
     with pytest.raises(openai.AuthenticationError):
         server.client(api_key="wrong").models.list()
-    for path_, status in (("/live", 200), ("/health", 200), ("/ready", 200), ("/metrics", 200), ("/version", 200)):
-        assert server.get(path_)[0] == status
+    for probe in ("/live", "/health", "/ready", "/metrics", "/version"):
+        assert server.get(probe)[0] == 200
     assert server.get("/v1/models")[0] == 401 == server.get("/openapi.json")[0]
     server.stop()
     text = log.getvalue()
