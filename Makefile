@@ -7,13 +7,15 @@
 #              give an index that has the CPU build: make test TORCH_INDEX=<index URL>
 #              It counts when torch is installed; to change it later, remove .venv first.
 # WORKERS      processes that `make test` runs side by side, each with OMP_NUM_THREADS=1
-# SOAK_SECONDS how long `make soak` goes on
+# SOAK_SECONDS how long `make soak` and `make soak-http` go on
+# FUZZ_EXAMPLES cases that `make fuzz` draws for each property
 # DEPLOYMENT   what `make demo` decodes with; configs/tiny-v41.yaml is the quantised form
 PYTHON ?= python3
 CXX ?= g++
 TORCH_INDEX ?=
 WORKERS ?= 2
 SOAK_SECONDS ?= 600
+FUZZ_EXAMPLES ?= 1000
 DEPLOYMENT ?= configs/tiny.yaml
 export CXX
 
@@ -24,13 +26,16 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 CHECKED_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow soak browser packaging bench check typing wheel setup clean check-machine
+.PHONY: help demo test slow soak soak-http aiperf fuzz browser packaging bench check typing wheel setup clean check-machine
 
 help:
 	@echo "make demo        set up, capture the grid of the embedded model, decode three prompts"
 	@echo "make test        set up and run the tests"
 	@echo "make slow        the tests that take minutes"
 	@echo "make soak        one engine under clients of all kinds for SOAK_SECONDS"
+	@echo "make soak-http   a server under clients of all kinds for SOAK_SECONDS"
+	@echo "make aiperf      aiperf, in an environment of its own, against a server"
+	@echo "make fuzz        FUZZ_EXAMPLES random bodies and deployments for each property"
 	@echo "make browser     the report page in Chromium (Debian: chromium, chromium-driver)"
 	@echo "make packaging   the tests that build the wheel"
 	@echo "make check       ruff and mypy"
@@ -57,6 +62,18 @@ soak: .venv/.ready-dev
 	DECODEGRID_SOAK_SECONDS=$(SOAK_SECONDS) OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest -q -s -m slow tests/engine/test_soak.py
 
+soak-http: .venv/.ready-dev
+	DECODEGRID_SOAK_SECONDS=$(SOAK_SECONDS) OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest -q -s -m slow tests/engine/serve/soak
+
+aiperf: .venv/.ready-dev
+	benchmarks/aiperf.sh
+
+fuzz: .venv/.ready-dev
+	DECODEGRID_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
+	  tests/configs/test_load_fuzz.py tests/engine/serve/test_serve_fuzz.py \
+	  tests/engine/serve/test_serve_schema.py tests/engine/serve/test_serve_schemathesis.py
+
 browser: .venv/.ready-dev
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[browser]'
 	$(BIN)/python -m pytest -q -m browser
@@ -70,6 +87,7 @@ bench: .venv/.ready-run
 check: .venv/.ready-dev typing
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks/*.py
 
 typing:  # a link farm that lets type checkers and editors see decodegrid.<folder>
 	@mkdir -p build/typing/decodegrid
@@ -134,5 +152,5 @@ check-machine:
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready-run | check-machine
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,report,cross-check]'
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,report,cross-check,otel,kernels]'
 	@touch $@

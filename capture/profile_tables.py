@@ -41,15 +41,28 @@ def format_surface(surface: ContextSurface) -> str:
 
 
 def format_difference(first: Surface, second: Surface) -> str:
-    """How much a second measurement of the same pairs differs, and what of it is another load on
+    """How much a later measurement of the same pairs differs, and what of it is another load on
     the machine, which changes no choice between pairs."""
     ratios = [second.ms(key) / first.ms(key) for key in first.points]
-    shared, shares = median(ratios), [abs(ratio - 1.0) for ratio in ratios]
+    shared = median(ratios)
     beside = median(abs(ratio / shared - 1.0) for ratio in ratios)
     return (
-        f"measured again at context {first.context_len}: the step times of {len(ratios)} pairs "
-        f"differ by {median(shares):.1%} in the median and {max(shares):.1%} at most; beside the "
+        f"measured again later at context {first.context_len}: {_differences(ratios)}; beside the "
         f"factor {shared:.3f} that they share by {beside:.1%} in the median"
+    )
+
+
+def format_error(first: Surface, second: Surface) -> str:
+    """How much two measurements differ whose rounds took turns."""
+    ratios = [second.ms(key) / first.ms(key) for key in first.points]
+    return f"measured twice in turns at context {first.context_len}: {_differences(ratios)}"
+
+
+def _differences(ratios: Sequence[float]) -> str:
+    shares = [abs(ratio - 1.0) for ratio in ratios]
+    return (
+        f"the step times of {len(ratios)} pairs differ by {median(shares):.1%} in the median and "
+        f"{max(shares):.1%} at most"
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -225,9 +225,68 @@ def measure_surface(
     """
     if warmup < 0 or repeats < 1:
         raise SurfaceError(f"warmup {warmup}, repeats {repeats}: need 0 or more, 1 or more")
+    order = _largest_first(keys)
+    times = _timed_rounds(order, probe, warmup, repeats, clock)
+    return _surface_of(order, times, _About(context_len, now(), facts))
+
+
+def measure_twice(
+    keys: Iterable[GraphKey],
+    probe: StepProbe,
+    *,
+    context_len: int,
+    facts: Mapping[str, str],
+    repeats: int = 5,
+    now: Callable[[], float] = time.time,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Surface, Surface]:
+    """Two surfaces whose rounds take turns: what they differ by is the error of one measurement.
+
+    Two measurements one after the other differ by what the machine's speed did in between, too.
+    Arguments and errors as those of `measure_surface`.
+    """
+    if repeats < 1:
+        raise SurfaceError(f"repeats {repeats}: need 1 or more")
+    order = _largest_first(keys)
+    times = _timed_rounds(order, probe, 1, 2 * repeats, clock)
+    about = _About(context_len, now(), facts)
+    return _surface_of(order, times[0::2], about), _surface_of(order, times[1::2], about)
+
+
+def without_shared_load(rounds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Times (rounds, pairs) > 0 with what the pairs of a round have in common divided out.
+
+    A round's factor is the median over its pairs of time over the pair's own median; the typical
+    round keeps its times.
+    """
+    factors = np.median(rounds / np.median(rounds, axis=0), axis=1, keepdims=True)
+    shared: NDArray[np.float64] = rounds * (np.median(factors) / factors)
+    return shared
+
+
+class _About(NamedTuple):
+    """What a surface says beside its times."""
+
+    context_len: int
+    measured_at: float
+    facts: Mapping[str, str]
+
+
+def _largest_first(keys: Iterable[GraphKey]) -> list[GraphKey]:
     order = sorted(set(keys), key=lambda key: (key.num_query_tokens, key.num_reqs), reverse=True)
     if not order:
         raise SurfaceError("a surface needs at least one point")
+    return order
+
+
+def _timed_rounds(
+    order: list[GraphKey],
+    probe: StepProbe,
+    warmup: int,
+    repeats: int,
+    clock: Callable[[], float],
+) -> NDArray[np.float64]:
+    """Milliseconds (repeats, pairs) of rounds over all pairs, behind `warmup` untimed ones."""
     prepare = probe.prepare or (lambda key: None)
     wait = probe.synchronize or (lambda: None)
     rounds = np.empty((warmup + repeats, len(order)))
@@ -243,20 +302,13 @@ def measure_surface(
                 raise SurfaceError(
                     f"the clock measured {rounds[turn, column]} ms for {key}; it is too coarse"
                 )
-    times = without_shared_load(rounds[warmup:])
+    return rounds[warmup:]
+
+
+def _surface_of(order: list[GraphKey], rounds: NDArray[np.float64], about: _About) -> Surface:
+    """The surface of timed rounds (repeats, pairs), ms."""
     points = {
-        key: SurfacePoint(float(np.median(ms)), float(ms.min()), float(ms.max()), repeats)
-        for key, ms in zip(order, times.T, strict=True)
+        key: SurfacePoint(float(np.median(ms)), float(ms.min()), float(ms.max()), len(rounds))
+        for key, ms in zip(order, without_shared_load(rounds).T, strict=True)
     }
-    return Surface(points, context_len, now(), facts)
-
-
-def without_shared_load(rounds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Times (rounds, pairs) > 0 with what the pairs of a round have in common divided out.
-
-    A round's factor is the median over its pairs of time over the pair's own median; the typical
-    round keeps its times.
-    """
-    factors = np.median(rounds / np.median(rounds, axis=0), axis=1, keepdims=True)
-    shared: NDArray[np.float64] = rounds * (np.median(factors) / factors)
-    return shared
+    return Surface(points, about.context_len, about.measured_at, about.facts)

@@ -17,6 +17,11 @@ _UNITS: Final[dict[str, int]] = {
 }
 _SIZE: Final = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))? ?([A-Za-z]*)")
 
+SIZE_PATTERN: Final = (
+    r"^\s*([0-9]{1,18} ?[bB]?|[0-9]{1,18}(\.[0-9]{1,18})? ?[kKmMgGtTpP][iI]?[bB])\s*$"
+)
+"""What `parse_size` takes, for a JSON Schema."""
+
 
 def parse_size(text: str) -> int:
     """Bytes of a size. A fraction needs a unit; what is left of a byte is dropped.

@@ -8,7 +8,6 @@ ConfigError with a line for everything that is wrong.
 
 import codecs
 import difflib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ from pydantic import BaseModel, ValidationError
 
 from decodegrid.configs.cross_field import CrossFieldError
 from decodegrid.configs.env import default_cache_dir
-from decodegrid.configs.schema import DeploymentConfig
+from decodegrid.configs.other_names import say_instead
+from decodegrid.configs.schema import SCHEMA_VERSION, DeploymentConfig
+from decodegrid.configs.value_text import show_key, show_value
 from decodegrid.configs.yaml_nodes import Document, NodePath, Value, parse
 
 CONFIGS_DIR = Path(__file__).resolve().parent
@@ -112,9 +113,20 @@ class LoadedConfig:
         name = self.config.server.api_keys_file
         return self._resolve("server.api_keys_file", name) if name else None
 
+    @property
+    def profile_dir(self) -> Path | None:
+        """Directory of the server's traces, absolute; not created here. None where none is
+        named."""
+        name = self.config.server.profile_dir
+        return self._resolve("server.profile_dir", name) if name else None
+
+    def values(self) -> Iterator[tuple[str, object]]:
+        """(dotted key, value) of every field, in the schema's order."""
+        yield from _leaves(self.config)
+
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """(dotted key, value as YAML text, origin) for every field, in the schema's order."""
-        for key, value in _leaves(self.config):
+        for key, value in self.values():
             yield key, show_value(value), self.origins[key]
 
     def _resolve(self, key: str, text: str) -> Path:
@@ -142,12 +154,6 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfi
     for text in overrides:
         tree.override(text)
     return tree.check()
-
-
-def show_value(value: object) -> str:
-    """A value as it would stand in the file, on one line, cut after 60 characters."""
-    text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class _Tree:
@@ -205,6 +211,10 @@ class _Tree:
         node[str(path[-1])] = value
 
     def check(self) -> LoadedConfig:
+        version = self.values.get("schema_version")
+        if type(version) is int and version > SCHEMA_VERSION:
+            # Nothing else is said: what looks wrong may be right in that version.
+            self.values, self.errors = {"schema_version": version}, []
         config = None
         try:
             config = DeploymentConfig.model_validate(self.values)
@@ -223,7 +233,7 @@ class _Tree:
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, CrossFieldError):
             places = [((*path, *key.split(".")), message) for key, message in cause.problems]
-            return [f"{self._place(at)}: {_dotted(at)}: {message}" for at, message in places]
+            return [f"{self._place(at)}: {show_key(at)}: {message}" for at, message in places]
         if details["type"] == "extra_forbidden":
             return [f"{self._place(path, at_key=True)}: {_unknown_key(path)}"]
         if isinstance(cause, ValueError):
@@ -231,7 +241,7 @@ class _Tree:
         else:
             plain = details["msg"].replace("Input should", "must")
             message = _MESSAGES.get(details["type"], plain)
-        return [f"{self._place(path)}: {_dotted(path)}: {message}, got {show_value(given)}"]
+        return [f"{self._place(path)}: {show_key(path)}: {message}, got {show_value(given)}"]
 
     def _place(self, path: NodePath, at_key: bool = False) -> str:
         """Where the value at `path`, or the closest thing around it, was given."""
@@ -268,27 +278,33 @@ def _decode(path: Path, data: bytes) -> str:
     return text
 
 
-def _dotted(path: NodePath) -> str:
-    """("grid", "num_reqs", 1) as grid.num_reqs[1]."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
 def _unknown_key(path: NodePath) -> str | None:
     """What is wrong with `path` as the name of a single setting, None if it is one."""
     model: type[BaseModel] | None = DeploymentConfig
     for i, part in enumerate(path):
         fields = model.model_fields if model is not None else {}
         if part not in fields:
-            message = f"{_dotted(path[: i + 1])}: unknown key"
-            close = difflib.get_close_matches(str(part), fields, n=1)
-            return f"{message}; did you mean {close[0]!r}?" if close else message
+            return f"{show_key(path[: i + 1])}: unknown key{_hint(path[: i + 1], list(fields))}"
         model = _section_type(fields[str(part)].annotation)
     if model is not None:
-        return f"{_dotted(path)}: a section; set one of its keys: {', '.join(model.model_fields)}"
+        return f"{show_key(path)}: a section; set one of its keys: {', '.join(model.model_fields)}"
     return None
+
+
+def _hint(path: NodePath, fields: Sequence[str]) -> str:
+    """What to write instead of the unknown key at the end of `path`; empty for no idea.
+
+    fields: the keys that stand beside it.
+    """
+    name = str(path[-1])
+    instead = say_instead(path)
+    if instead is not None:
+        return f"; {instead}"
+    elsewhere = [key for key, _ in _leaves(DeploymentConfig()) if key.endswith(f".{name}")]
+    if len(elsewhere) == 1:
+        return f"; it is {elsewhere[0]}"
+    close = difflib.get_close_matches(name, fields, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _section_type(annotation: object) -> type[BaseModel] | None:

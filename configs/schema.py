@@ -8,11 +8,12 @@ it, every other folder reads the frozen result.
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from decodegrid.configs.cross_field import CrossFieldError
 from decodegrid.configs.dump_section import DumpSection
 from decodegrid.configs.grammar_section import StructuredOutputsSection
+from decodegrid.configs.parallel_section import ParallelSection
 from decodegrid.configs.sampling_section import SamplingSection
 from decodegrid.configs.sections import (
     CacheSection,
@@ -28,14 +29,30 @@ from decodegrid.configs.sections import (
 )
 from decodegrid.configs.server_section import ServerSection
 
+SCHEMA_VERSION = 1
+"""The version of the schema that this version of the program reads, and no other."""
+
+
+def _check_schema_version(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("must be a whole number")
+    if value != SCHEMA_VERSION:
+        later = "; a file of a later one needs a later decodegrid" if value > SCHEMA_VERSION else ""
+        raise ValueError(
+            f"must be {SCHEMA_VERSION}, the only version of the schema that this decodegrid reads"
+            f"{later}"
+        )
+    return value
+
 
 class DeploymentConfig(Section):
     """One deployment. Raises pydantic.ValidationError; configs/load.py adds file and line."""
 
-    schema_version: Annotated[int, Field(ge=1, le=1)] = 1
-    """Version of this schema, 1."""
+    schema_version: Annotated[int, BeforeValidator(_check_schema_version)] = SCHEMA_VERSION
+    """Version of the schema that the file is written for, 1; one that is not given is 1."""
 
     model: ModelSection = ModelSection()
+    parallel: ParallelSection = ParallelSection()
     scheduler: SchedulerSection = SchedulerSection()
     prefill: PrefillSection = PrefillSection()
     cache: CacheSection = CacheSection()
@@ -139,9 +156,35 @@ class DeploymentConfig(Section):
                         f"got {len(given)}",
                     )
                 )
+        problems += self._device_problems()
         if problems:
             raise CrossFieldError(tuple(problems))
         return self
+
+    def _device_problems(self) -> list[tuple[str, str]]:
+        """What `model.device` rules out, as (key, message)."""
+        problems, device, expert = [], self.model.device, self.parallel.expert
+        if expert > 1 and device != "cuda":
+            problems.append(
+                ("parallel.expert", f"must be 1 with model.device = {device}, got {expert}")
+            )
+        if self.model.engram_tables == "mapped" and device != "cpu":
+            problems.append(
+                (
+                    "model.engram_tables",
+                    f'must be "memory" with model.device = {device}, whose steps cannot read the '
+                    'checkpoint\'s files, got "mapped"',
+                )
+            )
+        if self.prefill.keep_tokens and self.prefill.bounded_replay == "off":
+            problems.append(
+                (
+                    "prefill.keep_tokens",
+                    "must be 0 with prefill.bounded_replay = off, which keeps every token, got "
+                    f"{self.prefill.keep_tokens}",
+                )
+            )
+        return problems
 
     @property
     def has_step_in_flight(self) -> bool:

@@ -5,8 +5,9 @@ here. Reads no file and no environment.
 """
 
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from decodegrid.configs.byte_size import NumBytes
 from decodegrid.configs.cross_field import CrossFieldError
@@ -39,6 +40,10 @@ class ServerSection(Section):
     request_timeout_s: Annotated[float, Field(ge=0.0, le=86400.0)] = 600.0
     """Seconds after which a request is ended, waiting included, up to 86400; 0 for never."""
 
+    send_timeout_s: Annotated[float, Field(ge=0.0, le=86400.0)] = 30.0
+    """Seconds after which a client that takes nothing of the answer that waits for it is cut off,
+    up to 86400; 0 for never."""
+
     drain_timeout_s: Annotated[float, Field(ge=0.0, le=86400.0)] = 30.0
     """Seconds that open requests get to end after SIGTERM, up to 86400."""
 
@@ -51,8 +56,28 @@ class ServerSection(Section):
     api_keys_file: str = ""
     """File of API keys, one a line, relative to the YAML file; empty: no key is asked for."""
 
+    profile_dir: str = ""
+    """Directory for the traces of POST /profile, relative to the YAML file; empty: it is off."""
+
+    otel_endpoint: str = ""
+    """URL that spans are sent to as OTLP over HTTP, http://localhost:4318 for one; without a path
+    /v1/traces is meant. Needs the extra `otel`; empty: none are made."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level of the log's lines."""
+
+    @field_validator("otel_endpoint")
+    @classmethod
+    def _is_url(cls, text: str) -> str:
+        try:
+            parts = urlsplit(text)
+            has_host = bool(parts.hostname) and parts.username is None and parts.port != 0
+            is_url = has_host and parts.scheme in ("http", "https")
+        except ValueError:  # of the host or the port
+            is_url = False
+        if text and not is_url:
+            raise ValueError("must be empty or a URL of http or https, without a user in it")
+        return text
 
     @model_validator(mode="after")
     def _exit_behind_stall(self) -> Self:

@@ -20,6 +20,8 @@ from typing import Protocol, TypeAlias
 
 import yaml
 
+from decodegrid.configs.value_text import show_key
+
 NodePath: TypeAlias = tuple[str | int, ...]
 Value: TypeAlias = bool | int | float | str | list["Value"] | dict[str, "Value"] | None
 
@@ -151,9 +153,9 @@ class _NodeReader:
             key = key_node.value
             key_path = (*path, key)
             if key in found:
-                dotted = ".".join(map(str, key_path))
                 first = self.key_marks[key_path].line
-                self._problem(key_node, f"{dotted}: duplicate key, first set in line {first}")
+                name = show_key(key_path)
+                self._problem(key_node, f"{name}: duplicate key, first set in line {first}")
                 continue
             self.key_marks[key_path] = _mark(key_node.start_mark)
             found[key] = self.read(value_node, key_path)

@@ -19,13 +19,14 @@ from types import TracebackType
 from typing import Self
 
 from decodegrid.engine.admission import EngineLimits
-from decodegrid.engine.async_sinks import FutureSink, Mailbox, Sink
+from decodegrid.engine.async_sinks import FutureSink, Mailbox, Sink, WakeUps
 from decodegrid.engine.engine_snapshot import EngineSnapshot, take_snapshot
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.output_stream import OutputStream
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_output import RequestOutput, StreamOutput
 from decodegrid.engine.sampling_params import SamplingParams
+from decodegrid.engine.step_trace import StepTrace, TraceSlot
 from decodegrid.engine.stream_table import Prompt
 from decodegrid.engine.tokenizer import Tokenizer
 
@@ -51,6 +52,8 @@ class AsyncLLM:
         self._commands: deque[Callable[[], None]] = deque()
         self._sinks: dict[str, Sink] = {}
         """Of the open requests; the names of ended ones are free at once."""
+        self._wakes = WakeUps()
+        self._traces = TraceSlot()
         self._is_closing = False
         self._busy_since: float | None = None
         """When the thread began what it does, by the monotonic clock; None while it waits."""
@@ -185,6 +188,17 @@ class AsyncLLM:
             self._command(lambda: self._run_abort(request_id))
             return True
 
+    def trace(self, trace: StepTrace) -> None:
+        """Have a trace run over the steps to come, until it is done or end_trace(); one at once."""
+        with self._changed:
+            self._check_open()
+            self._command(lambda: self._traces.begin(trace, self._llm))
+
+    def end_trace(self, trace: StepTrace) -> None:
+        """End a trace after the step that runs; nothing if it has ended."""
+        with self._changed:
+            self._command(lambda: self._traces.end(trace))
+
     def close(self) -> None:
         """End what is open with finish reason "abort", join the thread and close the LLM.
 
@@ -202,7 +216,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     async def _pieces(self, stream: OutputStream) -> AsyncGenerator[StreamOutput, None]:
-        mailbox = Mailbox(asyncio.get_running_loop())
+        mailbox = Mailbox(asyncio.get_running_loop(), self._wakes)
         self._open(stream, mailbox)
         try:
             is_last = False
@@ -261,10 +275,12 @@ class AsyncLLM:
         """The engine's thread."""
         try:
             while self._take_commands():
-                for stream in self._table.step():
+                for stream in self._traces.step(self._table):
                     self._deliver(stream)
+                self._wakes.send()
             for request_id in self._table.open_ids:
                 self._run_abort(request_id)
+            self._wakes.send()
         except BaseException as error:  # whatever it is, nobody may wait for ever
             _LOG.exception("the engine failed; %d requests end with it", len(self._sinks))
             self._fail(error)
@@ -283,6 +299,7 @@ class AsyncLLM:
             is_closing = self._is_closing
         for command in commands:
             command()
+        self._wakes.send()
         return not is_closing
 
     def _run_abort(self, request_id: str) -> None:
@@ -314,8 +331,10 @@ class AsyncLLM:
             self._commands.clear()
         for sink in sinks:
             sink.fail(error)
+        self._wakes.send()
 
     def _close_llm(self) -> None:
+        self._traces.close(self._error or RuntimeError(_CLOSED))
         try:
             self._llm.close()
         except Exception:  # a device that failed may fail again when it is told to stop

@@ -7,7 +7,7 @@ flow: body -> prompt and SamplingParams; RequestOutput -> body.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from decodegrid.configs.sampling_section import SamplingSection
@@ -19,15 +19,30 @@ from decodegrid.engine.batch_logprobs import (
     num_logprobs,
     prompt_logprobs_json,
 )
+from decodegrid.engine.body_fields import (
+    BodyError,
+    check_inert,
+    check_label,
+    check_names,
+    kind_name,
+    shown,
+    unknown_field,
+)
 from decodegrid.engine.chat_answer import read_answer
-from decodegrid.engine.chat_body import CHAT_FIELDS, BodyError, ChatForm, kind_name, read_chat
+from decodegrid.engine.chat_body import CHAT_FIELDS, read_chat
+from decodegrid.engine.conversations import ChatForm, thinking_end
+from decodegrid.engine.grammar_calls import CallsParams
+from decodegrid.engine.grammar_params import StructuredOutputsParams
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_output import CompletionOutput, RequestOutput
+from decodegrid.engine.sampling_body import EXTRAS, make_params, sampling_error
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.tokenizer import Tokenizer
 from decodegrid.engine.vllm_fields import SAMPLING_VALUES
 
 Kind = Literal["completion", "chat"]
+Prompt = str | list[int]
+"""A text, or token ids."""
 
 URLS: Final[Mapping[str, Kind]] = {
     "/v1/completions": "completion",
@@ -35,34 +50,17 @@ URLS: Final[Mapping[str, Kind]] = {
 }
 
 _SAMPLING: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "speculation",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "prompt_logprobs",
+    *("temperature", "top_p", *EXTRAS, "n", "stop"),
+    *("include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
 )
 """Fields that SamplingParams checks."""
 _LOGPROBS: Final = ("logprobs", "top_logprobs")
 _OPTIONS: Final = "stream_options"
 _STREAM: Final = ("stream", _OPTIONS)
 
-_INERT: Final[Mapping[str, tuple[Json, ...]]] = {
+INERT: Final[Mapping[str, tuple[Json, ...]]] = {
     "echo": (False,),
     "suffix": ("",),
-    "parallel_tool_calls": (True,),
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
@@ -71,6 +69,17 @@ _INERT: Final[Mapping[str, tuple[Json, ...]]] = {
     **SAMPLING_VALUES,
 }
 """Fields that must ask for what happens anyway: null, or one of these values."""
+_LABELS: Final = ("model", "user")
+"""Say whose request it is and for which model; `user` goes nowhere."""
+_LENGTHS: Final = ("max_tokens", "max_completion_tokens")
+_COMMON: Final = frozenset(
+    {*_LABELS, "max_tokens", *_SAMPLING, *_LOGPROBS, *FORM_FIELDS, *_STREAM, *INERT}
+)
+FIELDS: Final[Mapping[Kind, frozenset[str]]] = {
+    "completion": _COMMON | {"prompt"},
+    "chat": _COMMON | {*CHAT_FIELDS, *_LENGTHS},
+}
+"""Every field that a body may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +88,26 @@ class BodyRequest:
 
     kind: Kind
     model: str
-    prompt: str | list[int]
+    prompts: tuple[Prompt, ...]
+    """More than one only of a completion that may have them."""
     params: SamplingParams
     chat: ChatForm | None = None
     """Of a chat: what its answers hold."""
     num_asked: int | None = None
     """max_tokens, where the body gives it."""
+    length_field: str = "max_tokens"
+    """The name under which it is given."""
+    form_field: str | None = None
+    """Of the field that asks for a form of the text."""
     stream: bool = False
     include_usage: bool = False
     """Whether a stream ends with a chunk of the usage."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """The only one."""
+        (prompt,) = self.prompts
+        return prompt
 
 
 @dataclass(slots=True)
@@ -120,43 +140,42 @@ def read_body(
     defaults: SamplingSection,
     *,
     may_stream: bool = False,
+    may_be_many: bool = False,
 ) -> BodyRequest:
     """Check a body. defaults: for temperature, max_tokens, top_p and top_k that are not given.
-    may_stream: whether the answer can come in pieces.
+    may_stream: whether the answer can come in pieces. may_be_many: whether a completion can have
+    several prompts.
 
     Raises RequestError, BodyError where a field is to blame.
     """
     if not isinstance(body, dict):
         raise BodyError(f"body must be an object, got {kind_name(body)}", "body")
     fields = {name: value for name, value in body.items() if value is not None}
-    source = CHAT_FIELDS if kind == "chat" else ("prompt",)
-    lengths = ("max_tokens", "max_completion_tokens") if kind == "chat" else ("max_tokens",)
-    known = {"model", "user", *source, *lengths, *_SAMPLING, *_LOGPROBS}
-    known |= {*FORM_FIELDS, *_STREAM, *_INERT}
-    for name in body:
-        if name not in known:
-            raise BodyError(f"{name} is not supported", name)
-    for name, values in _INERT.items():
-        if name in fields and not any(_is_same(fields[name], value) for value in values):
-            raise BodyError(f"{name}={_shown(fields[name])} is not supported", name)
-    for name in ("model", "user"):
-        if not isinstance(fields.get(name, ""), str):
-            raise BodyError(f"{name} must be a string, got {kind_name(fields[name])}", name)
+    check_names(body, FIELDS[kind])
+    check_inert(fields, INERT)
+    for name in _LABELS:
+        check_label(fields, name)
     stream, include_usage = _read_stream(fields, may_stream=may_stream)
     chat: ChatForm | None = None
-    prompt: str | list[int]
+    prompts: tuple[Prompt, ...]
     if kind == "completion":
-        prompt = _read_prompt(fields)
+        prompts = _read_prompts(fields, may_be_many=may_be_many)
     else:
-        prompt, chat = read_chat(fields, tokenizer)
-        fields |= _fields_of_form(chat, fields, tokenizer)
+        ids, chat = read_chat(fields, tokenizer)
+        prompts = (ids,)
+        fields |= _fields_of_form(chat, fields)
+    form = _read_form(fields, chat, tokenizer)
+    params = _read_params(kind, fields, form, defaults)
+    length = next((name for name in _LENGTHS if name in fields), "max_tokens")
     return BodyRequest(
         kind,
         fields.get("model", ""),
-        prompt,
-        _read_params(kind, fields, defaults),
+        prompts,
+        params,
         chat=chat,
-        num_asked=next((fields[name] for name in lengths if name in fields), None),
+        num_asked=fields.get(length),
+        length_field=length,
+        form_field="tools" if isinstance(form, CallsParams) else _form_field(fields),
         stream=stream,
         include_usage=include_usage,
     )
@@ -223,63 +242,77 @@ def _choice(
 
 
 def _read_params(
-    kind: Kind, fields: Mapping[str, Json], defaults: SamplingSection
+    kind: Kind,
+    fields: Mapping[str, Json],
+    form: StructuredOutputsParams | CallsParams | None,
+    defaults: SamplingSection,
 ) -> SamplingParams:
     given = {name: fields[name] for name in _SAMPLING if name in fields}
-    for name in ("temperature", "top_p", "top_k"):
-        given.setdefault(name, getattr(defaults, name))
-    lengths = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
+    lengths = [name for name in _LENGTHS if name in fields]
     if len(lengths) == 2:
         raise BodyError("max_tokens and max_completion_tokens are both given", lengths[0])
-    given["max_tokens"] = fields[lengths[0]] if lengths else defaults.max_tokens
+    if lengths:
+        given["max_tokens"] = fields[lengths[0]]
     try:
         given["logprobs"] = num_logprobs(kind, fields)
-        if isinstance(given.get("logit_bias"), dict):
-            given["logit_bias"] = _read_logit_bias(given["logit_bias"])
-        given["structured_outputs"] = read_form(fields)
-        return SamplingParams(**given)
     except RequestError as error:
-        message = str(error)
-        known = ("max_tokens", *_SAMPLING, *_LOGPROBS, *FORM_FIELDS)
-        params = [name for name in known if _names(message, name)]
-        # max_tokens may have come under its other name.
-        param = lengths[0] if params == ["max_tokens"] and lengths else next(iter(params), None)
-        raise BodyError(message, param) from None
+        raise sampling_error(error, _LOGPROBS, {}) from None
+    given["structured_outputs"] = form
+    spelled = {"max_tokens": lengths[0]} if lengths else {}
+    return make_params(given, defaults, ("max_tokens", *_SAMPLING, *_LOGPROBS), spelled)
 
 
-def _read_logit_bias(bias: Mapping[str, Json]) -> dict[int, Json]:
-    """JSON's keys are strings; raises RequestError for one that is not a token id's digits."""
-    found = {}
-    for key, value in bias.items():
-        # One spelling for an id, so that none is given twice; no id has as many digits as an int64.
-        if not (key.isascii() and key.isdigit() and len(key) < 19 and str(int(key)) == key):
-            raise RequestError(f"logit_bias must have token ids as its keys, got {_shown(key)}")
-        found[int(key)] = value
-    return found
+def _read_form(
+    fields: Mapping[str, Json], chat: ChatForm | None, tokenizer: Tokenizer
+) -> StructuredOutputsParams | CallsParams | None:
+    """What the text is held to; behind its reasoning, where it has some."""
+    if chat is not None and chat.grammar is not None:
+        return chat.grammar
+    try:
+        form = read_form(fields)
+        if form is None or chat is None or not chat.is_thinking:
+            return form
+        return behind_thinking(form, tokenizer)
+    except RequestError as error:
+        raise sampling_error(error, FORM_FIELDS, {}) from None
 
 
-def _names(message: str, name: str) -> bool:
-    """Whether a refusal of SamplingParams is about the field: it begins with its name."""
-    rest = message.removeprefix(name)
-    return rest != message and not (rest[0].isalnum() or rest[0] == "_")
+def behind_thinking(form: StructuredOutputsParams, tokenizer: Tokenizer) -> StructuredOutputsParams:
+    """A form of the text that follows the reasoning. Raises RequestError where the request says
+    itself where it begins, or no token ends reasoning."""
+    if form.trigger_token_ids:
+        raise RequestError("structured_outputs.trigger_token_ids has no place beside thinking")
+    return replace(form, trigger_token_ids=(thinking_end(tokenizer),))
 
 
-def _read_prompt(fields: Mapping[str, Json]) -> str | list[int]:
-    prompt = fields.get("prompt")
-    if isinstance(prompt, str):
-        return prompt
-    # A bool is an int to Python; the engine refuses it as a token id.
-    if isinstance(prompt, list) and prompt and all(isinstance(item, int) for item in prompt):
-        return prompt
-    message = "prompt must be a string or a list of token ids; one prompt a request"
-    raise BodyError(message, "prompt")
+def _form_field(fields: Mapping[str, Json]) -> str | None:
+    return next((name for name in FORM_FIELDS if name in fields), None)
+
+
+def _read_prompts(fields: Mapping[str, Json], *, may_be_many: bool) -> tuple[Prompt, ...]:
+    prompt: Json = fields.get("prompt")
+    if prompt == "" or (isinstance(prompt, list) and "" in prompt):
+        raise BodyError("the prompt is empty; it needs at least 1 character", "prompt")
+    if _is_prompt(prompt):
+        return (prompt,)
+    if may_be_many and isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)):
+        return tuple(prompt)
+    message = "prompt must be a string or a list of token ids"
+    more = ", or a list of either" if may_be_many else "; one prompt a request"
+    raise BodyError(message + more, "prompt")
+
+
+def _is_prompt(value: Json) -> bool:
+    # A bool is an int to Python.
+    is_ids = isinstance(value, list) and value and all(type(item) is int for item in value)
+    return isinstance(value, str) or bool(is_ids)
 
 
 def _read_stream(fields: Mapping[str, Json], *, may_stream: bool) -> tuple[bool, bool]:
     """Whether the answer comes in pieces, and with a chunk of its usage at the end."""
     stream, options = fields.get("stream", False), fields.get("stream_options")
     if not isinstance(stream, bool):
-        raise BodyError(f"stream must be true or false, got {_shown(stream)}", "stream")
+        raise BodyError(f"stream must be true or false, got {shown(stream)}", "stream")
     if stream and not may_stream:
         raise BodyError("stream=True is not supported", "stream")
     if options is None:
@@ -290,15 +323,14 @@ def _read_stream(fields: Mapping[str, Json], *, may_stream: bool) -> tuple[bool,
         raise BodyError(f"stream_options must be an object, got {kind_name(options)}", _OPTIONS)
     for name, value in options.items():
         if name != "include_usage":
-            raise BodyError(f"stream_options.{name} is not supported", _OPTIONS)
+            error = unknown_field(name, ("include_usage",), _OPTIONS)
+            raise BodyError(str(error), _OPTIONS)
         if not isinstance(value, bool):
             raise BodyError(f"stream_options.{name} must be true or false", _OPTIONS)
     return stream, options.get("include_usage", False)
 
 
-def _fields_of_form(
-    chat: ChatForm, fields: Mapping[str, Json], tokenizer: Tokenizer
-) -> dict[str, Json]:
+def _fields_of_form(chat: ChatForm, fields: Mapping[str, Json]) -> dict[str, Json]:
     """Sampling fields that follow from what a chat's answers hold."""
     if not chat.is_parsed:
         return {}
@@ -306,19 +338,8 @@ def _fields_of_form(
     if "skip_special_tokens" in fields:
         name = "skip_special_tokens"
         raise BodyError(f"{name} has no meaning beside {what}, whose marks are special", name)
-    for name in FORM_FIELDS:
+    for name in FORM_FIELDS if chat.has_tools else ():
         is_free = name == "response_format" and fields.get(name) == {"type": "text"}
         if name in fields and not is_free:
             raise BodyError(f"{name} beside {what} is not supported", name)
     return {"skip_special_tokens": False}
-
-
-def _is_same(value: Json, wanted: Json) -> bool:
-    """Equal and of one type: false is not 0."""
-    return type(value) is type(wanted) and value == wanted
-
-
-def _shown(value: Json) -> str:
-    """A value in an error, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -28,7 +28,7 @@ from decodegrid.engine.batch_body import (
     read_body,
 )
 from decodegrid.engine.batch_logprobs import Json
-from decodegrid.engine.chat_body import BodyError
+from decodegrid.engine.body_fields import BodyError
 from decodegrid.engine.cli_input import decode_utf8
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.output_stream import OutputStream

@@ -33,7 +33,7 @@ def read_form(fields: Mapping[str, Json]) -> StructuredOutputsParams | None:
     """The form that a body asks for, None for free text.
 
     fields: of the body, without nulls. `strict: false` is taken for true: the schema is followed
-    either way. Raises RequestError that begins with the field's name.
+    either way; its `name` is a label. Raises RequestError that begins with the field's name.
     """
     form = _read_response_format(fields.get("response_format", {"type": "text"}))
     given = fields.get("structured_outputs")
@@ -73,7 +73,11 @@ def _read_json_schema(given: Json) -> StructuredOutputsParams:
     for name in given:
         if name not in _SCHEMA_KEYS:
             raise RequestError(f"{where}.{name} is not supported")
-    for name, kind in (("name", str), ("description", str), ("strict", bool)):
+    if given.get("description") is not None:
+        raise RequestError(
+            f"{where}.description is not supported: the model is not shown it; a message can say it"
+        )
+    for name, kind in (("name", str), ("strict", bool)):
         if given.get(name) is not None and not isinstance(given[name], kind):
             raise RequestError(f"{where}.{name} must be a {kind.__name__}, got {show(given[name])}")
     schema = given.get("schema")

@@ -238,7 +238,12 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
     try:
         graphs = capture_graphs(
             StepParts(regions, step_model, buffers, draft_divisors(options)),
-            options.grid, options.prefill_chunk_sizes, measuring, counters, clock, progress,
+            options.grid,
+            options.prefill_chunk_sizes,
+            measuring,
+            counters,
+            clock,
+            progress,
         )
     finally:
         if progress is not None:

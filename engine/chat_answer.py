@@ -8,11 +8,12 @@ deltas as OpenAI's streams have them -> the whole message.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import deepseek_recipe as recipe
 
-from decodegrid.engine.chat_body import ChatForm
+from decodegrid.engine.answer_feed import AnswerFeed, Chunk
+from decodegrid.engine.conversations import ChatForm
 from decodegrid.engine.request_output import CompletionOutput, FinishReason
 from decodegrid.engine.tokenizer import Tokenizer
 
@@ -20,12 +21,6 @@ Json = Any
 """What json.dumps takes."""
 
 _TOOL_CALLS: Final = "tool_calls"
-
-
-class _Chunk(Protocol):
-    """A chunk of the recipe."""
-
-    def to_json(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -54,15 +49,13 @@ class AnswerParser:
 
     def __init__(self, form: ChatForm, tokenizer: Tokenizer) -> None:
         generator = recipe.ChatCompletionRequest.chunk_generator(form.request, "", "")
-        self._processor = recipe.StreamProcessor(generator, form.request.parsing_options, None)
-        self._processor.push(recipe.InferenceChunk.ready())
-        self._eos_id = tokenizer.eos_token_id
-        self._eos_text = tokenizer.spelled_bytes(self._eos_id).decode()
-        self._thinking_end = tokenizer.thinking_end_id
-        self._is_reasoning = form.is_thinking
+        self._feed = AnswerFeed(generator, form, tokenizer)
         self._has_tool_calls = False
-        self.num_reasoning_tokens = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
         """Tokens up to the end of the reasoning, with its mark."""
+        return self._feed.num_reasoning_tokens
 
     def push(
         self,
@@ -72,40 +65,20 @@ class AnswerParser:
         stop_reason: str | int | None,
     ) -> list[dict[str, Json]]:
         """The deltas that a piece brings; finish_reason: with the last one."""
-        self._count(token_ids)
-        is_eos = finish_reason == "stop" and stop_reason is None
-        if is_eos and token_ids and token_ids[-1] == self._eos_id:
-            text = text.removesuffix(self._eos_text)
-        chunks = []
-        if text and not self._processor.finished:
-            chunks += self._processor.push(recipe.InferenceChunk.text(text))
-        if finish_reason is not None and not self._processor.finished:
-            reasons = recipe.InferenceFinishReason
-            reason = reasons.Length if finish_reason == "length" else reasons.Stop
-            chunks += self._processor.push(recipe.InferenceChunk.finish(reason))
+        chunks = self._feed.push(text, token_ids, finish_reason, stop_reason)
         return [delta for chunk in chunks if (delta := self._delta(chunk))]
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
         """The reason with what the answer holds in mind: a whole one with calls asks for them."""
         return _TOOL_CALLS if reason == "stop" and self._has_tool_calls else reason
 
-    def _delta(self, chunk: _Chunk) -> dict[str, Json]:
+    def _delta(self, chunk: Chunk) -> dict[str, Json]:
         (choice,) = json.loads(chunk.to_json())["choices"]
         delta: dict[str, Json] = {
             name: value for name, value in choice["delta"].items() if value and name != "role"
         }
         self._has_tool_calls |= _TOOL_CALLS in delta
         return delta
-
-    def _count(self, token_ids: Sequence[int]) -> None:
-        if not self._is_reasoning:
-            return
-        ids = list(token_ids)
-        if self._thinking_end in ids:
-            self._is_reasoning = False
-            self.num_reasoning_tokens += ids.index(self._thinking_end) + 1
-        else:
-            self.num_reasoning_tokens += len(ids)
 
 
 def read_answer(

@@ -17,7 +17,7 @@ from decodegrid import __version__
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.collector_pause import collector_paused
 from decodegrid.engine.llm import LLM
-from decodegrid.engine.terminal_text import printable
+from decodegrid.engine.terminal_text import one_line
 
 EXIT_OK = 0
 EXIT_USER_ERROR = 2
@@ -101,14 +101,6 @@ def main(
         return EXIT_USER_ERROR
     except SystemExit as stop:  # argparse leaves this way after --help and --version
         return stop.code if isinstance(stop.code, int) else EXIT_OK
-
-
-def one_line(error: Exception) -> str:
-    """An error's message on one line, in characters that print; a file error as `name: what`."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return printable(f"{os.fspath(error.filename)!s}: {error.strerror}")
-    lines = (line.strip() for line in str(error).splitlines())
-    return printable("; ".join(line for line in lines if line))
 
 
 def _discard_stdout() -> None:

@@ -4,6 +4,7 @@ Owns the history and the commands /clear and /exit. The V4.1 chat frame is the t
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 
@@ -23,6 +24,8 @@ from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.tokenizer import ChatMessage
 
 _HELP = "/clear forgets the conversation, /exit (or end of input) leaves"
+_COMMAND = re.compile(r"/[a-z]+")
+"""What looks like one on a terminal; text from a pipe is for the model, whatever it looks like."""
 
 
 def add_chat_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -59,6 +62,8 @@ def _chat(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) ->
         while line is not None and line != "/exit":
             if line == "/clear":
                 messages = list(opening)
+            elif lines.interactive and _COMMAND.fullmatch(line):
+                print(f"decodegrid: error: {line} is no command; {_HELP}", file=sys.stderr)
             elif line:
                 _take_turn(llm, messages, line, params, lines.interactive)
             line = lines.read()

@@ -6,6 +6,7 @@ times or measures.
 """
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from dataclasses import fields
@@ -83,6 +84,10 @@ def add_plan_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def _plan(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) -> int:
     loaded = load_from_options(args)
+    if args.max_loss is not None and not 0 <= args.max_loss < math.inf:
+        raise ValueError(f"--max-loss is {args.max_loss:g} %; at least 0 is needed")
+    if not 0 <= args.unseen < 100:
+        raise ValueError(f"--unseen is {args.unseen:g} %; at least 0 and below 100 is needed")
     # Imported here: the solver takes a moment that other commands need not wait for.
     from decodegrid.capture.plan import PlanOptions, full_surface, plan_grid
     from decodegrid.capture.plan_report import format_plan, yaml_fragment

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decodegrid.capture.profile_document import read_profile
-from decodegrid.capture.profile_tables import format_difference, format_profile
+from decodegrid.capture.profile_tables import format_difference, format_error, format_profile
 from decodegrid.capture.surface import Surface, SurfaceError
 from decodegrid.capture.surface_store import SurfaceStore
 from decodegrid.configs.load import LoadedConfig
@@ -65,7 +65,8 @@ def add_profile_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPa
     parser.add_argument(
         "--repeat-check",
         action="store_true",
-        help="measure the step times a second time and print how much they differ",
+        help="measure the step times again, once later and twice in turns, and print how much they "
+        "differ",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a chrome trace there")
     parser.add_argument(
@@ -107,7 +108,7 @@ def _profile(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM])
     from decodegrid.engine.profile_live import run_live
     from decodegrid.engine.profile_run import measure_runner
     from decodegrid.engine.profile_trace import MAX_REQUESTS, write_trace
-    from decodegrid.engine.surface_run import measure
+    from decodegrid.engine.surface_run import measure, measure_in_turns
 
     tokenizer = None
     if args.live or num_steps:
@@ -120,6 +121,7 @@ def _profile(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM])
         first = measured.surfaces[0]
         again = measure(runner, first.context_len, repeats)
         lines.append(format_difference(first, again))
+        lines.append(format_error(*measure_in_turns(runner, first.context_len, repeats)))
     if args.live and tokenizer is not None:
         measured = replace(measured, live=run_live(runner, loaded, tokenizer, args.live))
     profile = make_profile(runner, loaded, measured)

@@ -1,12 +1,14 @@
 """What start-up refuses before it compiles: settings against checkpoint, tokenizer and machine.
 
 Owns the rules that take two of them to break; what one of them says alone is checked where it is
-read. Reads config.json, tokenizer.json and the headers of the tensor files, never a weight, and
-imports no compiler. Start-up and `decodegrid config check` run the same functions, so that they
-refuse the same things in the same words.
+read. Reads config.json and tokenizer.json, never a weight, and imports no compiler. Start-up runs
+them one after another and stops at the first that raises; `decodegrid config check` runs the same
+functions and goes on (engine/deployment_findings.py), so that both refuse the same in the same
+words.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,12 +22,7 @@ from decodegrid.engine.region_facts import model_facts
 from decodegrid.engine.tokenizer import Tokenizer
 from decodegrid.engine.window_snapshots import window_slack
 from decodegrid.graphs.bounded_replay import check_bounded_replay
-from decodegrid.graphs.checkpoint import (
-    WeightForm,
-    check_form,
-    inspect_checkpoint,
-    read_checkpoint_config,
-)
+from decodegrid.graphs.checkpoint import WeightForm, read_checkpoint_config
 from decodegrid.graphs.kv_cache import check_channels
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.graphs.state import Capacity
@@ -62,17 +59,25 @@ def weight_form(config: DeploymentConfig, model: ModelConfig) -> WeightForm:
     return "packed" if model.quantized and config.model.device == "cuda" else "expanded"
 
 
-def check_model(config: ModelConfig, capacity: Capacity) -> None:
-    """Refuse deployments that this model cannot serve, naming both sides."""
+def _fits_records(config: ModelConfig, capacity: Capacity) -> None:
     check_channels(config, capacity.kv_cache)
+
+
+def _replays_as_asked(config: ModelConfig, capacity: Capacity) -> None:
     check_bounded_replay(
         config, capacity.bounded_replay, capacity.keep_tokens, capacity.num_draft_tokens
     )
+
+
+def _has_short_ngrams(config: ModelConfig, capacity: Capacity) -> None:
     if config.engram_layer_ids and config.engram_max_ngram_size > MAX_NGRAM:
         raise ValueError(
             f"engram_max_ngram_size is {config.engram_max_ngram_size}; "
             f"at most {MAX_NGRAM} is supported"
         )
+
+
+def _makes_the_drafts(config: ModelConfig, capacity: Capacity) -> None:
     if capacity.num_draft_tokens > 0 and config.num_nextn_predict_layers == 0:
         raise ValueError(
             f"speculation.num_draft_tokens is {capacity.num_draft_tokens}, but the checkpoint has "
@@ -83,11 +88,30 @@ def check_model(config: ModelConfig, capacity: Capacity) -> None:
             f"speculation.num_draft_tokens is {capacity.num_draft_tokens}; the drafter's "
             f"dspark_block_size allows at most {config.dspark_block_size}"
         )
+
+
+def _knows_the_positions(config: ModelConfig, capacity: Capacity) -> None:
     if capacity.max_model_len > config.max_position_embeddings:
         raise ValueError(
             f"scheduler.max_model_len is {capacity.max_model_len}; the checkpoint's "
             f"max_position_embeddings is {config.max_position_embeddings}"
         )
+
+
+MODEL_RULES: tuple[Callable[[ModelConfig, Capacity], None], ...] = (
+    _fits_records,
+    _replays_as_asked,
+    _has_short_ngrams,
+    _makes_the_drafts,
+    _knows_the_positions,
+)
+"""What a model and a capacity must keep to fit each other; each raises ValueError, naming both."""
+
+
+def check_model(config: ModelConfig, capacity: Capacity) -> None:
+    """Refuse deployments that this model cannot serve, naming both sides."""
+    for rule in MODEL_RULES:
+        rule(config, capacity)
 
 
 def check_settings(loaded: LoadedConfig) -> ModelConfig:
@@ -98,17 +122,14 @@ def check_settings(loaded: LoadedConfig) -> ModelConfig:
     config.json.
     """
     config = loaded.config
+    check_processes(config)
     model = read_checkpoint_config(loaded.checkpoint_dir)
     check_model(model, capacity_of(config, resolve_num_blocks(config, model, None)))
-    _check_surface_room(config)
-    if config.model.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("model.device is cuda, but torch finds no CUDA device")
-    package = loaded.package_dir
-    if package is not None:
-        dtype, threads = DTYPES[config.model.dtype], config.model.num_threads
-        check_named_package(package, model_facts(model, dtype, config.model.device, threads))
-    # A package has the native kernels that are otherwise built in the cache directory.
-    _check_cache_dir(loaded.cache_dir, needed=config.model.device == "cpu" and package is None)
+    check_surface_room(config)
+    check_package_backend(loaded)
+    check_device(config)
+    check_package(loaded, model)
+    check_caches(loaded)
     return model
 
 
@@ -123,19 +144,17 @@ def check_before_start(loaded: LoadedConfig) -> Tokenizer:
     return tokenizer
 
 
-def check_deployment(loaded: LoadedConfig) -> None:
-    """All that start-up checks before it compiles, the tensors of the checkpoint included, and
-    whether these can lie in memory as the deployment says.
-
-    Raises ValueError (CheckpointError for the checkpoint) or OSError at the first thing found.
-    """
-    check_before_start(loaded)
-    checked, model = inspect_checkpoint(loaded.checkpoint_dir), loaded.config.model
-    form = weight_form(loaded.config, checked.model.config)
-    check_form(checked, model.device, DTYPES[model.dtype], form, model.engram_tables)
+def check_processes(config: DeploymentConfig) -> None:
+    """Refuse more processes than this version runs."""
+    expert = config.parallel.expert
+    if expert > 1:
+        raise ValueError(
+            f"parallel.expert is {expert}: needs {expert} processes, each with a GPU; this "
+            "version runs one"
+        )
 
 
-def _check_surface_room(config: DeploymentConfig) -> None:
+def check_surface_room(config: DeploymentConfig) -> None:
     """A step is measured on a context of at least one token, with room for all its drafts."""
     drafts, length = config.speculation.num_draft_tokens, config.scheduler.max_model_len
     is_measured = config.speculation.verify_tokens == "scheduled" and config.surface.repeats > 0
@@ -145,6 +164,37 @@ def _check_surface_room(config: DeploymentConfig) -> None:
             f"speculation.num_draft_tokens = {drafts} needs at least {drafts + 2} "
             "(surface.repeats 0 measures none)"
         )
+
+
+def check_device(config: DeploymentConfig) -> None:
+    """Refuse a device that this machine does not have."""
+    if config.model.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("model.device is cuda, but torch finds no CUDA device")
+
+
+def check_package_backend(loaded: LoadedConfig) -> None:
+    """Refuse a package for a back end that makes no code. Raises ValueError."""
+    backend = loaded.config.compile.backend
+    if loaded.package_dir is not None and backend != "inductor":
+        raise ValueError(
+            f"compile.backend is {backend}; only inductor makes the code that a package holds "
+            f"({loaded.package_dir})"
+        )
+
+
+def check_package(loaded: LoadedConfig, model: ModelConfig) -> None:
+    """Refuse a package that cannot be of this deployment. Raises PackageError."""
+    package, config = loaded.package_dir, loaded.config
+    if package is not None:
+        dtype, threads = DTYPES[config.model.dtype], config.model.num_threads
+        check_named_package(package, model_facts(model, dtype, config.model.device, threads))
+
+
+def check_caches(loaded: LoadedConfig) -> None:
+    """Refuse a cache directory in which the native kernels are needed and cannot be built."""
+    # A package has the native kernels that are otherwise built in the cache directory.
+    needed = loaded.config.model.device == "cpu" and loaded.package_dir is None
+    _check_cache_dir(loaded.cache_dir, needed=needed)
 
 
 def _check_cache_dir(cache_dir: Path, needed: bool) -> None:

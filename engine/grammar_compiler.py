@@ -2,8 +2,8 @@
 
 Owns the threads, the cache and all use of xgrammar. Knows no requests. Data flow: a source is
 submitted and becomes a job, shared by all who want the same one; a thread compiles it; matchers are
-made from what came out. xgrammar is imported by the first grammar, not before, and by one of the
-threads: it brings transformers along and takes seconds.
+made from what came out. xgrammar brings transformers along and takes seconds to import: the first
+grammar does it, in one of the threads, or prepare() before.
 
 A compilation cannot be stopped. One that runs on after its requests gave up keeps its thread, and
 its result serves later ones; the threads do not hold up the end of the process.
@@ -13,8 +13,9 @@ import json
 import re
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from decodegrid.configs.grammar_section import StructuredOutputsSection
 from decodegrid.engine.grammar_matcher import Matcher
@@ -30,6 +31,13 @@ MAX_WHITESPACE: Final = 64
 _CONTROL: Final = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 """Bytes whose tokens JSON does without. A string must not hold them, and xgrammar lets them through
 where its length has a bound; a tab is the one that could stand elsewhere, as whitespace."""
+_CONTROL_IN_CALLS: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
+"""The same for tool calls, whose arguments that are strings stand there as they are: tabs may."""
+_Words = Literal["text", "json", "calls"]
+_WORDS_OF: Final[Mapping[str, _Words]] = MappingProxyType(
+    {"json": "json", "json_object": "json", "calls": "calls"}
+)
+"""What the tokens may hold, by the kind of grammar."""
 _LOCATION = re.compile(r"^\[[\d:]+\] \S+?\.(?:cc|h):\d+: ")
 _CHECK = re.compile(r"^Check failed: \(.*?\) is false: ")
 
@@ -70,15 +78,18 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_id: int,
         settings: StructuredOutputsSection,
+        marks: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
         """bytes_of: a token's bytes; none for a token that stands for no text, which no grammar
-        allows. Starts nothing."""
+        allows. marks: spellings of special tokens that tool calls and reasoning are made of, which
+        the grammars of those allow. Starts nothing."""
         self.timeout_s = settings.compile_timeout_s
         self.num_words = num_mask_words(vocab_size)
         self._bytes_of = bytes_of
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._settings = settings
+        self._marks = marks
         self._changed = threading.Condition()
         self._jobs: OrderedDict[GrammarSource, GrammarJob] = OrderedDict()
         """Those that run or wait, and the cache; the one used last at the end."""
@@ -86,14 +97,19 @@ class GrammarCompiler:
         self._threads: list[threading.Thread] = []
         self._is_closed = False
         self._library_lock = threading.Lock()
-        self._libraries: dict[bool, xgrammar.GrammarCompiler] = {}
-        """By whether they are for JSON."""
+        self._libraries: dict[_Words, xgrammar.GrammarCompiler] = {}
+        """By what their tokens may hold."""
 
     @property
     def cached_bytes(self) -> int:
         """Memory of the grammars that are kept."""
         with self._changed:
             return sum(job.num_bytes for job in self._jobs.values())
+
+    def prepare(self) -> None:
+        """Import xgrammar and tell it the vocabulary, in the caller's thread."""
+        for words in get_args(_Words):
+            self._get_library(words)
 
     def check(self, source: GrammarSource) -> None:
         """Raise RequestError where a source is no grammar; nothing is compiled.
@@ -140,8 +156,14 @@ class GrammarCompiler:
         """A fresh matcher of a job that is done."""
         import xgrammar
 
-        made: Matcher = xgrammar.GrammarMatcher(job.compiled)
-        return made
+        made = xgrammar.GrammarMatcher(job.compiled)
+        if job.source.kind == "calls":
+            from decodegrid.engine.grammar_tags import text_before
+
+            before = text_before(job.source.text)
+            assert not before or made.accept_string(before), "calls open as the prompt has them"
+        matcher: Matcher = made
+        return matcher
 
     def wait(self, seconds: float) -> None:
         """Wait until a job is done, at most so long."""
@@ -213,7 +235,7 @@ class GrammarCompiler:
                 del self._jobs[source]
 
     def _compile(self, source: GrammarSource) -> "xgrammar.CompiledGrammar":
-        library = self._get_library(is_json=source.kind in ("json", "json_object"))
+        library = self._get_library(_WORDS_OF.get(source.kind, "text"))
         match source.kind:
             case "json" | "json_object":
                 return library.compile_json_schema(**_schema_arguments(source))
@@ -223,15 +245,26 @@ class GrammarCompiler:
                 return library.compile_grammar(_choice_grammar(source.text))
             case "grammar":
                 return library.compile_grammar(source.text)
+            case "calls":
+                return library.compile_structural_tag(_tag(source, self._silent_ids()))
 
-    def _get_library(self, *, is_json: bool) -> "xgrammar.GrammarCompiler":
+    def _silent_ids(self) -> list[int]:
+        """Marks, and tokens without a text."""
+        ids = range(self._vocab_size)
+        return [i for i in ids if i in self._marks or not self._bytes_of(i)]
+
+    def _get_library(self, words: "_Words") -> "xgrammar.GrammarCompiler":
         with self._library_lock:
-            if is_json not in self._libraries:
+            if words not in self._libraries:
                 import xgrammar
 
                 vocabulary = [self._bytes_of(token_id) for token_id in range(self._vocab_size)]
-                if is_json:
-                    vocabulary = [b"" if _CONTROL.search(text) else text for text in vocabulary]
+                if words != "text":
+                    control = _CONTROL if words == "json" else _CONTROL_IN_CALLS
+                    vocabulary = [b"" if control.search(text) else text for text in vocabulary]
+                if words == "calls":
+                    for token_id, text in self._marks.items():
+                        vocabulary[token_id] = text
                 # A stop token's bytes, were there any, would be text.
                 vocabulary[self._eos_token_id] = b""
                 info = xgrammar.TokenizerInfo(
@@ -241,16 +274,17 @@ class GrammarCompiler:
                     stop_token_ids=[self._eos_token_id],
                 )
                 # One thread a grammar, and the cache is here, where it has a bound.
-                self._libraries[is_json] = xgrammar.GrammarCompiler(
+                self._libraries[words] = xgrammar.GrammarCompiler(
                     info, max_threads=1, cache_enabled=False
                 )
-            return self._libraries[is_json]
+            return self._libraries[words]
 
 
 def check_grammar(source: GrammarSource) -> None:
     """Raise RequestError where a source is no grammar, with what xgrammar says about it."""
     import xgrammar
 
+    name = "tools" if source.kind == "calls" else f"structured_outputs.{source.kind}"
     try:
         match source.kind:
             case "json":
@@ -259,8 +293,16 @@ def check_grammar(source: GrammarSource) -> None:
                 xgrammar.Grammar.from_regex(source.text)
             case "grammar":
                 xgrammar.Grammar.from_ebnf(source.text)
-    except RuntimeError as error:
-        raise RequestError(f"structured_outputs.{source.kind}: {_message(error)}") from None
+            case "calls":
+                xgrammar.Grammar.from_structural_tag(_tag(source))
+    except (RuntimeError, ValueError) as error:
+        raise RequestError(f"{name}: {_message(error)}") from None
+
+
+def _tag(source: GrammarSource, silent_ids: Sequence[int] = ()) -> "xgrammar.StructuralTag":
+    from decodegrid.engine.grammar_tags import structural_tag
+
+    return structural_tag(source.text, MAX_WHITESPACE, silent_ids)
 
 
 def _schema_arguments(source: GrammarSource) -> dict[str, Any]:

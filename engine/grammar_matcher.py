@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from decodegrid.engine.grammar_calls import CallsParams
 from decodegrid.engine.grammar_params import GrammarSource, StructuredOutputsParams
 from decodegrid.engine.runner_protocol import MASK_WORD_BITS
 
@@ -63,7 +64,7 @@ class RequestGrammar:
         "failure",
     )
 
-    def __init__(self, params: StructuredOutputsParams, eos_token_id: int) -> None:
+    def __init__(self, params: StructuredOutputsParams | CallsParams, eos_token_id: int) -> None:
         self._params = params
         self._eos_token_id = eos_token_id
         self._trigger = _Trigger(params.trigger_token_ids)

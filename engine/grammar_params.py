@@ -17,13 +17,14 @@ from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.sampling_checks import check_bool, check_token_ids, show
 from decodegrid.engine.vllm_fields import FORM_VALUES, UnsupportedForm, check_unsupported
 
-GrammarKind = Literal["json", "regex", "choice", "grammar", "json_object"]
+GrammarKind = Literal["json", "regex", "choice", "grammar", "json_object", "calls"]
 
 MAX_CHARACTERS: Final[Mapping[str, int]] = {
     "json": 262144,
     "regex": 16384,
     "choice": 262144,
     "grammar": 262144,
+    "calls": 524288,
 }
 """Longest text of each kind; the time to compile one grows with its length."""
 MAX_TRIGGER_TOKENS: Final = 64
@@ -36,7 +37,8 @@ class GrammarSource:
 
     kind: GrammarKind
     text: str
-    """JSON schema, regular expression, JSON list of choices, or EBNF; empty for json_object."""
+    """JSON schema, regular expression, JSON list of choices, EBNF, or what CallsParams makes; empty
+    for json_object."""
     any_whitespace: bool = True
     """For the two JSON kinds: whether whitespace may stand between the parts of a value."""
 
@@ -89,6 +91,11 @@ class StructuredOutputsParams(UnsupportedForm):
             found = " and ".join(given) if given else "none of them"
             raise RequestError(
                 f"structured_outputs must have exactly one of {', '.join(_NAMES)}, got {found}"
+            )
+        if self.disable_any_whitespace and given[0] not in ("json", "json_object"):
+            raise RequestError(
+                "structured_outputs.disable_any_whitespace is for json and json_object, "
+                f"got it beside {given[0]}"
             )
         object.__setattr__(self, "source", self._make_source(given[0]))
 

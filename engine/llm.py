@@ -133,8 +133,9 @@ class LLM:
         )
         self._watch = watch
         grammars = GrammarCompiler(
-            tokenizer.token_bytes, runner.vocab_size, tokenizer.eos_token_id, structured_outputs
-        )
+            tokenizer.token_bytes, runner.vocab_size, tokenizer.eos_token_id, structured_outputs,
+            tokenizer.mark_bytes,
+        )  # fmt: skip
         loop = LOOPS[engine_type](
             runner,
             self.scheduler,

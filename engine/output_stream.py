@@ -84,6 +84,7 @@ class OutputStream:
                 None if first.prompt_logprobs is None else tuple(first.prompt_logprobs.tokens)
             ),
             num_cached_tokens=first.num_cached_tokens or 0,
+            admitted_at=first.admitted_at,
         )
 
     def _take_logprobs(self, request: Request, count: int) -> tuple[TokenLogprobs, ...] | None:

@@ -113,22 +113,19 @@ def write_trace(
     Raises OSError for the file.
     """
     device = runner.model.state.slots.last_token.device
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    named = named_runner(runner, _nvtx_range if device.type == "cuda" else record_function)
+    named = named_runner(runner, range_maker(device))
     with live_llm(named, loaded, tokenizer, prompts_first=True) as llm, ExitStack() as stack:
         stack.callback(_open_requests(llm, loaded, tokenizer))
         table = llm.stream_table
         while table.has_unfinished and llm.stats.num_decode_steps < 2:
             table.step()
         done = 0
-        with profile(activities=activities) as profiler:
+        with profile(activities=trace_activities(device)) as profiler:
             while done < num_steps and table.has_unfinished:
                 with record_function(f"step {done + 1}"):
                     table.step()
                 done += 1
-        _export(profiler, path)
+        export_trace(profiler, path)
     return done
 
 
@@ -145,14 +142,25 @@ def _open_requests(llm: LLM, loaded: LoadedConfig, tokenizer: Tokenizer) -> Call
     return lambda: table.discard(streams)
 
 
+def trace_activities(device: torch.device) -> list[ProfilerActivity]:
+    """What a trace of steps on that device records."""
+    cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return [ProfilerActivity.CPU, *cuda]
+
+
+def range_maker(device: torch.device) -> Annotate:
+    """What opens a named range in traces of that device."""
+    return _nvtx_range if device.type == "cuda" else record_function
+
+
 @contextmanager
 def _nvtx_range(name: str) -> Iterator[None]:
     with record_function(name), torch.cuda.nvtx.range(name):
         yield
 
 
-def _export(profiler: profile, path: Path) -> None:
-    """Write the trace beside its place, then put it there."""
+def export_trace(profiler: profile, path: Path) -> None:
+    """Write a trace beside its place, then put it there; .gz compresses it. Raises OSError."""
     suffix = ".json.gz" if path.name.endswith(".gz") else ".json"
     part = path.parent / f".{path.name}.{uuid4().hex}{suffix}"
     try:

@@ -43,6 +43,7 @@ class Request:
 
     __slots__ = (
         "_stop_token_ids",
+        "admitted_at",
         "block_ids",
         "completion",
         "eos_token_id",
@@ -146,6 +147,8 @@ class Request:
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens that the prefix cache had when it was admitted first; None before."""
+        self.admitted_at: float | None = None
+        """When it was admitted first, by the monotonic clock; None before."""
 
     @property
     def seq_len(self) -> int:

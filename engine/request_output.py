@@ -3,7 +3,7 @@
 Owns the public fields and their meaning; the output stream fills them in. Field names follow vLLM.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from decodegrid.engine.logprobs import TokenLogprobs
@@ -59,6 +59,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens of the first completion that came from the prefix cache and were not computed
     again, as it was admitted; 0 without the cache and for a request that was never admitted."""
+    admitted_at: float | None = field(default=None, compare=False)
+    """When the first completion got a slot, by time.monotonic(); None for one that never did."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,15 @@ class Runner:
         self._timer = GraphTimer(model.state.slots.seq_len.device)
         self._make_copies()
 
+    @property
+    def graphs(self) -> StepGraphs:
+        """What is replayed."""
+        return self._graphs
+
+    def replay_instead(self, graphs: StepGraphs) -> None:
+        """From the next step on replay these, which are the same with something around them."""
+        self._graphs = graphs
+
     def _make_copies(self) -> None:
         buffers, slots = self.buffers, self.model.state.slots
         rows, rich = buffers.rows, buffers.rich
@@ -109,7 +118,9 @@ class Runner:
             return
         self._masks, self._following = HostInput(rich.masks), HostInput(rich.following)
         reported = {
-            "chosen": rich.chosen, "top_ids": rich.top_ids, "top_logprobs": rich.top_logprobs
+            "chosen": rich.chosen,
+            "top_ids": rich.top_ids,
+            "top_logprobs": rich.top_logprobs,
         }
         self._rich_outputs = HostOutputs({**read, **reported})
         self._prompt_outputs = HostOutputs(

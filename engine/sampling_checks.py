@@ -92,3 +92,6 @@ def check_strings(name: str, value: object, most: int) -> None:
         raise RequestError(f"{name} has {len(set(strings))} strings; at most {most} are allowed")
     if "" in strings:
         raise RequestError(f"{name} must not hold an empty string, got {show(value)}")
+    # No text holds such a character, so that it would never stop anything.
+    if any("\ud800" <= char <= "\udfff" for item in strings for char in str(item)):
+        raise RequestError(f"{name} is not valid Unicode, got {show(value)}")

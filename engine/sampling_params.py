@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from decodegrid.engine.grammar_calls import CallsParams
 from decodegrid.engine.grammar_params import StructuredOutputsParams
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.runner_protocol import MAX_TOP_LOGPROBS
@@ -107,7 +108,7 @@ class SamplingParams(UnsupportedSampling):
     """The same for every token of the prompt but the first."""
     logit_bias: Mapping[int, float] | None = None
     """By token id, -100 to 100, added to its logit before the penalties; at most 1024 ids."""
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: StructuredOutputsParams | CallsParams | None = None
     """The form of the text. A text that its grammar has ended is not made longer by min_tokens."""
 
     def __post_init__(self) -> None:
@@ -130,7 +131,7 @@ class SamplingParams(UnsupportedSampling):
         check_number("repetition_penalty", self.repetition_penalty, least, MAX_REPETITION_PENALTY)
         check_logit_bias("logit_bias", self.logit_bias)
         form = self.structured_outputs
-        if form is not None and not isinstance(form, StructuredOutputsParams):
+        if form is not None and not isinstance(form, StructuredOutputsParams | CallsParams):
             raise RequestError(
                 f"structured_outputs must be StructuredOutputsParams, got {show(form)}"
             )

@@ -24,6 +24,7 @@ Source: scheduling rules of the reference engine, for one rank.
 """
 
 from collections import deque
+from time import monotonic
 
 from decodegrid.engine.admission import EngineLimits
 from decodegrid.engine.block_manager import AllocStatus, BlockManager
@@ -232,6 +233,8 @@ class Scheduler:
         else:
             request.block_ids = self.blocks.allocate(self._num_blocks_needed(request))
         request.status = RequestStatus.PREFILLING
+        if request.admitted_at is None:
+            request.admitted_at = monotonic()
         return request
 
     def _chunk_of(self, request: Request) -> PrefillStep:

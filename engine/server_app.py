@@ -5,7 +5,9 @@ ServerState -> an ASGI application.
 """
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -16,23 +18,36 @@ from starlette.types import ASGIApp
 
 from decodegrid import __version__
 from decodegrid.engine.async_llm import AsyncLLM
-from decodegrid.engine.chat_body import BodyError, read_chat
+from decodegrid.engine.body_fields import BodyError, check_names
+from decodegrid.engine.chat_body import CHAT_FIELDS, read_chat
+from decodegrid.engine.messages_body import count_message, read_message
 from decodegrid.engine.request_error import RequestError
+from decodegrid.engine.responses_body import read_response
 from decodegrid.engine.sampling_checks import check_token_ids
-from decodegrid.engine.server_errors import ApiError, api_error
+from decodegrid.engine.server_errors import MESSAGES_PATH, ApiError, api_error, error_body
 from decodegrid.engine.server_front import Front
-from decodegrid.engine.server_generate import generate, read_data
+from decodegrid.engine.server_generate import REQUEST_ID, Dialect, generate, read_data
+from decodegrid.engine.server_openai import SOURCES, read_openai
+from decodegrid.engine.server_profile import Profiler
+from decodegrid.engine.server_schema import openapi_document
 from decodegrid.engine.server_state import Json, ServerState, read_json
+
+CHAT: Final = Dialect(SOURCES["chat"], partial(read_openai, "chat"))
+RESPONSE: Final = Dialect("input", read_response)
+MESSAGE: Final = Dialect("messages", read_message)
+COMPLETION: Final = Dialect(SOURCES["completion"], partial(read_openai, "completion"))
 
 
 def build_app(state: ServerState) -> ASGIApp:
-    """The application of one server."""
+    """The application of one server. Raises OSError for the directory of its traces."""
     # Without pages: they load their scripts from elsewhere.
     app = FastAPI(
         title="decodegrid",
         version=__version__,
         docs_url=None,
         redoc_url=None,
+        # The bodies are read by hand, of which FastAPI's document would say nothing.
+        openapi_url=None,
         # It would follow an environment variable, and costs time for every message.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
@@ -40,29 +55,47 @@ def build_app(state: ServerState) -> ASGIApp:
     _add_probes(app, state)
     _add_models(app, state)
     _add_tokens(app, state)
+    _add_profile(app, state)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await generate(state, "chat", request)
+        return await generate(state, CHAT, request)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await generate(state, "completion", request)
+        return await generate(state, COMPLETION, request)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await generate(state, RESPONSE, request)
+
+    @app.post(MESSAGES_PATH)
+    async def messages(request: Request) -> Response:
+        return await generate(state, MESSAGE, request)
+
+    @app.post(f"{MESSAGES_PATH}/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        engine = state.health.require()
+        data = await read_data(request)
+        return JSONResponse({"input_tokens": await state.read(_count, state, engine, data)})
 
     paths = frozenset(str(getattr(route, "path", "")) for route in app.routes)
     return Front(app, state, paths)
 
 
 def _add_errors(app: FastAPI) -> None:
-    async def own(_: Request, error: Exception) -> Response:
-        found = api_error(error)
-        return JSONResponse(found.body(), found.status, headers=found.headers())
+    def answer(request: Request, error: ApiError, headers: Mapping[str, str] | None) -> Response:
+        body = error_body(error, request.url.path, request.scope["state"][REQUEST_ID])
+        return JSONResponse(body, error.status, headers=headers)
 
-    async def routing(_: Request, error: Exception) -> Response:
+    async def own(request: Request, error: Exception) -> Response:
+        found = api_error(error)
+        return answer(request, found, found.headers())
+
+    async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         what = "no such path" if error.status_code == 404 else str(error.detail)
-        found = ApiError(error.status_code, what)
-        return JSONResponse(found.body(), found.status, headers=error.headers)
+        return answer(request, ApiError(error.status_code, what), error.headers)
 
     app.add_exception_handler(ApiError, own)
     app.add_exception_handler(RequestError, own)
@@ -90,6 +123,12 @@ def _add_probes(app: FastAPI, state: ServerState) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(state.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    document = openapi_document(__version__, needs_key=bool(state.keys))
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONResponse(document)
 
 
 def _add_models(app: FastAPI, state: ServerState) -> None:
@@ -130,16 +169,31 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
         return JSONResponse({"prompt": await state.read(_detokenize, state, engine, data)})
 
 
+def _add_profile(app: FastAPI, state: ServerState) -> None:
+    profiler = state.profiler = Profiler(state.profile_dir)
+
+    @app.post("/profile")
+    async def profile(request: Request) -> Response:
+        return await profiler.answer(state, request)
+
+
+def _count(state: ServerState, engine: AsyncLLM, data: bytes) -> int:
+    """Tokens of the prompt of an Anthropic message request."""
+    body = read_json(data)
+    if isinstance(body, dict):
+        state.check_model(body.get("model"))
+    return count_message(body, engine.tokenizer)
+
+
 def _tokenize(state: ServerState, engine: AsyncLLM, data: bytes) -> list[int]:
     """Ids of a prompt, or of a chat up to its answer, as a completion would have them."""
-    chat = ("messages", "tools", "tool_choice", "thinking", "reasoning_effort")
-    fields = _fields(state, data, ("prompt", *chat))
+    fields = _fields(state, data, ("prompt", *CHAT_FIELDS))
     if "messages" in fields:
         if "prompt" in fields:
             raise BodyError("prompt and messages are both given", "prompt")
         ids, _ = read_chat(fields, engine.tokenizer)
         return ids
-    for name in chat:
+    for name in CHAT_FIELDS:
         if name in fields:
             raise BodyError(f"{name} is a field of chats, and messages are not given", name)
     prompt = fields.get("prompt")
@@ -169,8 +223,6 @@ def _fields(state: ServerState, data: bytes, names: tuple[str, ...]) -> dict[str
     body = read_json(data)
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
-    for name in body:
-        if name not in (*names, "model"):
-            raise BodyError(f"{name} is not supported", name)
-    state.check_model(body.get("model") or "")
+    check_names(body, (*names, "model"))
+    state.check_model(body.get("model"))
     return {name: value for name, value in body.items() if value is not None}

@@ -5,6 +5,7 @@ completion, the usage last and only when it was asked for. Data flow: pieces of 
 of chunks.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from decodegrid.engine.batch_body import AnswerUsage, BodyRequest, answer_id
@@ -36,22 +37,25 @@ class ChunkWriter:
         }
         self._tokenizer = tokenizer
         self._completions = [
-            _Completion(request, index, tokenizer) for index in range(request.params.n)
+            _Completion(request, index, tokenizer)
+            for index in range(request.params.n * len(request.prompts))
         ]
 
     def chunks(self, piece: StreamOutput) -> list[dict[str, Json]]:
         """The chunks that a piece makes."""
-        completion = self._completions[piece.completion_index]
+        number = piece.index * self._request.params.n + piece.completion_index
+        completion = self._completions[number]
         choices = completion.choices(piece)
         usage = {"usage": None} if self._request.include_usage else {}
         return [{**self._head, "choices": [choice], **usage} for choice in choices]
 
-    def usage_chunk(self, output: RequestOutput) -> dict[str, Json]:
-        """The chunk behind all others, which has no choice."""
+    def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Json]:
+        """The chunk behind all others, which has no choice. outputs: of the prompts."""
+        completions = [completion for output in outputs for completion in output.outputs]
         usage = AnswerUsage(
-            len(output.prompt_token_ids),
-            output.num_cached_tokens,
-            sum(len(completion.token_ids) for completion in output.outputs),
+            sum(len(output.prompt_token_ids) for output in outputs),
+            sum(output.num_cached_tokens for output in outputs),
+            sum(len(completion.token_ids) for completion in completions),
         )
         parsers = [c.parser for c in self._completions if c.parser is not None]
         if self._request.chat is not None and self._request.chat.is_thinking:

@@ -13,8 +13,9 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decodegrid.engine.request_error import RequestError
-from decodegrid.engine.server_errors import ApiError, api_error
+from decodegrid.engine.server_errors import CLIENT_GONE, ApiError, api_error
 from decodegrid.engine.server_generate import ANSWER_ID, REQUEST_ID, send_error
+from decodegrid.engine.server_log import log_failure
 from decodegrid.engine.server_state import ServerState
 
 _LOG = logging.getLogger("decodegrid.access")
@@ -25,6 +26,7 @@ OPEN_PATHS: Final = PROBES | {"/version"}
 """Need no key."""
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
 _UNKNOWN_PATH: Final = "other"
+_ID_HEADERS: Final = (b"x-request-id", b"request-id")
 
 
 class Front:
@@ -44,12 +46,12 @@ class Front:
             await self._app(scope, exchange.receive, exchange.send)
         except Exception as error:  # the server goes on, whatever a handler did
             if not isinstance(error, (ApiError, RequestError)):
-                _FAILED.error("a handler failed", exc_info=error, extra={"fields": exchange.fields})
+                log_failure(_FAILED, "a handler failed", error, exchange.fields)
             if exchange.status is None:
-                await send_error(exchange.send, api_error(error))
+                await send_error(scope, exchange.send, api_error(error))
         finally:
             path = scope["path"]
-            status = exchange.status or 499
+            status = exchange.status or CLIENT_GONE
             known = path if path in self._paths else _UNKNOWN_PATH
             self._state.metrics.response(known, status)
             exchange.log(status)
@@ -107,8 +109,9 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            name = (b"x-request-id", self._request_id.encode())
-            message = {**message, "headers": [*message.get("headers", ()), name]}
+            # The second name is Anthropic's.
+            names = [(name, self._request_id.encode()) for name in _ID_HEADERS]
+            message = {**message, "headers": [*message.get("headers", ()), *names]}
         await self._send(message)
 
     def log(self, status: int) -> None:

@@ -1,122 +1,148 @@
-"""Completions and chats over HTTP: from a body to an answer, whole or in pieces.
+"""A request over HTTP, whatever its protocol: from a body to an answer, whole or in pieces.
 
 Owns one request's way: reading and checking, its place in the queue, the answer, and what ends it
 early. A client that goes away ends its request within the step that runs, whether it streams or
-not and wherever the request stands. Data flow: body -> BodyRequest -> AsyncLLM.stream -> bytes.
+not and wherever the request stands. Data flow: body -> ServedRequest -> AsyncLLM.stream -> bytes.
 """
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
-from typing import Any, Final
+from typing import Final
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from decodegrid.configs.sampling_section import SamplingSection
 from decodegrid.engine.async_llm import AsyncLLM
-from decodegrid.engine.batch_body import BodyRequest, Kind, answer_body, read_body
-from decodegrid.engine.chat_body import BodyError
+from decodegrid.engine.body_fields import BodyError
 from decodegrid.engine.request_error import RequestError
 from decodegrid.engine.request_output import RequestOutput, StreamOutput
-from decodegrid.engine.server_chunks import ChunkWriter
 from decodegrid.engine.server_errors import (
+    CLIENT_GONE,
     ApiError,
     api_error,
     blame,
     context_error,
-    server_error,
+    error_body,
+    request_failed,
     unavailable,
 )
-from decodegrid.engine.server_metrics import RequestTimes
+from decodegrid.engine.server_log import log_failure
+from decodegrid.engine.server_prompts import merge_pieces, prompt_names
 from decodegrid.engine.server_queue import Ticket
+from decodegrid.engine.server_request import AnswerWriter, ServedRequest, encode
 from decodegrid.engine.server_state import Json, ServerState, read_json
+from decodegrid.engine.server_times import RequestTimes
+from decodegrid.engine.server_tracing import EndedRequest, trace_headers
+from decodegrid.engine.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("decodegrid.server")
 REQUEST_ID: Final = "request_id"
 """Where the ASGI scope's state has the id that the client gave or was given."""
 ANSWER_ID: Final = "answer_id"
 """Where the ASGI scope's state has the engine's name of a request, once it has one."""
-_SOURCES: Final[Mapping[Kind, str]] = {"chat": "messages", "completion": "prompt"}
-"""The field of the prompt."""
-_DONE: Final = b"data: [DONE]\n\n"
 _BODY_S: Final = 60.0
 """How long a body may be on its way."""
 _LAST_WORDS_S: Final = 2.0
 """How long a client that does not read may hold up the end of its request."""
 
 
-async def generate(state: ServerState, kind: Kind, http: Request) -> Response:
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One protocol's way to ask."""
+
+    source: str
+    """The field of the prompt."""
+    read: Callable[[Json, str, Tokenizer, SamplingSection], ServedRequest]
+    """From a body, the served model's name, the tokenizer and the defaults. Raises RequestError."""
+
+
+async def generate(state: ServerState, dialect: Dialect, http: Request) -> Response:
     """Take a request; raises ApiError and RequestError where it is not taken."""
-    source = _SOURCES[kind]
     try:
         try:
-            return await _take(state, kind, http)
+            return await _take(state, dialect, http)
         except RequestError as error:
-            raise blame(error, source) from None
+            raise blame(error, dialect.source) from None
     except Exception as error:
         state.metrics.rejected(api_error(error).status)
         raise
 
 
-async def _take(state: ServerState, kind: Kind, http: Request) -> Response:
+async def _take(state: ServerState, dialect: Dialect, http: Request) -> Response:
     engine = state.health.require()
     # Before the body is read, which is work too.
     state.queue.check_room()
     data = await read_data(http)
-    request, ids = await state.read(_read, state, engine, kind, data)
-    await state.check_grammar(engine, request.params)
+    request = await state.read(_read, state, engine, dialect, data)
+    try:
+        await state.check_grammar(engine, request.params)
+    except RequestError as error:
+        raise BodyError(str(error), request.form_field) from None
     name = token_hex(12)
     # Again: it may have changed meanwhile.
     engine = state.health.require()
-    ticket = state.queue.admit(name, request.params.n, len(ids))
+    prompts, params = request.prompts, request.params
+    names = prompt_names(name, len(prompts))
+    num_tokens = sum(map(len, prompts))
+    ticket = state.queue.admit(name, params.n * len(prompts), num_tokens, names)
     http.scope["state"][ANSWER_ID] = name
     try:
-        pieces = await state.read(partial(engine.stream, ids, request.params, request_id=name))
+        streams = [
+            await state.read(partial(engine.stream, ids, params, request_id=part))
+            for ids, part in zip(prompts, names, strict=True)
+        ]
     except BaseException:
         ticket.close()
         raise
-    state.metrics.accepted(len(ids))
-    return AnswerResponse(state, engine, request, pieces, ticket)
+    for ids in prompts:
+        state.metrics.accepted(len(ids), params)
+    return AnswerResponse(state, request, merge_pieces(streams), ticket)
 
 
 async def read_data(http: Request) -> bytes:
-    """The body of a request; raises ApiError where the client takes too long to send it."""
+    """The body of a request; raises ApiError where the client takes too long to send it, and where
+    it is said to be something else than JSON, as the forms of other sites' pages say."""
+    given = http.headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind and kind != "application/json" and not kind.endswith("+json"):
+        message = f"the body must be application/json, got the content type {given!r}"
+        raise ApiError(415, message, code="unsupported_media_type")
     try:
         async with asyncio.timeout(_BODY_S):
             return await http.body()
+    except ClientDisconnect:
+        raise ApiError(CLIENT_GONE, "the client went away before its body ended") from None
     except TimeoutError:
         message = f"the body did not come within {_BODY_S:g} s"
         raise ApiError(408, message, code="timeout") from None
 
 
-def _read(
-    state: ServerState, engine: AsyncLLM, kind: Kind, data: bytes
-) -> tuple[BodyRequest, list[int]]:
-    """A body as a request and the token ids of its prompt; raises ApiError and RequestError."""
+def _read(state: ServerState, engine: AsyncLLM, dialect: Dialect, data: bytes) -> ServedRequest:
+    """A body as a request; raises ApiError and RequestError."""
     body = read_json(data)
     if isinstance(body, dict):
-        state.check_model(body.get("model") or "")
+        state.check_model(body.get("model"))
     sampling = state.config.sampling
-    request = read_body(kind, body, engine.tokenizer, sampling, may_stream=True)
-    if request.stream and request.params.prompt_logprobs is not None:
-        message = "prompt_logprobs is not supported in a stream"
-        raise BodyError(message, "prompt_logprobs")
-    prompt = request.prompt
-    if prompt == "":
-        raise BodyError("the prompt is empty; it needs at least 1 character", "prompt")
-    ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    refusal = context_error(len(ids), request.num_asked, engine.limits.max_model_len)
-    if refusal is not None:
-        refusal.param = _SOURCES[kind]
-        raise refusal
-    return replace(request, model=state.model_name), ids
+    request = dialect.read(body, state.model_name, engine.tokenizer, sampling)
+    for ids in request.prompts:
+        refusal = context_error(
+            len(ids),
+            request.num_asked,
+            engine.limits.max_model_len,
+            source=request.source,
+            length_field=request.length_field,
+        )
+        if refusal is not None:
+            raise refusal
+    return request
 
 
 class AnswerResponse(Response):
@@ -125,23 +151,26 @@ class AnswerResponse(Response):
     def __init__(
         self,
         state: ServerState,
-        engine: AsyncLLM,
-        request: BodyRequest,
+        request: ServedRequest,
         pieces: AsyncGenerator[StreamOutput, None],
         ticket: Ticket,
     ) -> None:
         super().__init__()
-        self._state, self._engine, self._request = state, engine, request
+        self._state, self._request = state, request
         self._pieces, self._ticket = pieces, ticket
-        self._times = RequestTimes(state.metrics)
-        self._created = int(time.time())
+        self._times = [RequestTimes(state.metrics) for _ in request.prompts]
+        self._num_left = len(request.prompts)
+        self._writer: AnswerWriter = request.write(ticket.request_id, int(time.time()))
         self._has_begun = False
         """Whether the client was sent the status."""
+        self._failure: str | None = None
+        """What ended it before its time, in a word."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._answer(send))
-        gone = asyncio.ensure_future(_client_gone(receive))
+        work = asyncio.ensure_future(self._answer(scope, send))
+        gone = asyncio.ensure_future(client_gone(receive))
         limit = self._state.config.server.request_timeout_s
+        cause: str | None = "cancelled"
         try:
             await asyncio.wait(
                 {work, gone}, timeout=limit or None, return_when=asyncio.FIRST_COMPLETED
@@ -153,6 +182,7 @@ class AnswerResponse(Response):
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
             self._ticket.close()
+            self._make_span(scope, cause)
         if cause is None:
             work.result()
             return
@@ -164,9 +194,27 @@ class AnswerResponse(Response):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
                     error = ApiError(504, message, kind="server_error", code="timeout")
-                    await self._send_error(send, error)
+                    await self._send_error(scope, send, error)
 
-    async def _answer(self, send: Send) -> None:
+    def _make_span(self, scope: Scope, cause: str | None) -> None:
+        tracer = self._state.tracer
+        if tracer is None:
+            return
+        headers = trace_headers(scope["headers"])
+        for index, times in enumerate(self._times):
+            tracer.ended(
+                EndedRequest(
+                    headers=headers,
+                    request=self._request,
+                    times=times,
+                    request_id=scope["state"][REQUEST_ID],
+                    name=self._ticket.parts[index],
+                    num_prompt_tokens=len(self._request.prompts[index]),
+                    failure=cause or self._failure,
+                )
+            )
+
+    async def _answer(self, scope: Scope, send: Send) -> None:
         try:
             if self._request.stream:
                 await self._stream(send)
@@ -174,53 +222,51 @@ class AnswerResponse(Response):
                 await self._whole(send)
         except Exception as error:  # of the engine: whatever it is, the client is told
             if not isinstance(error, ApiError):
-                _LOG.error("request %s failed", self._ticket.request_id, exc_info=error)
-            await self._send_error(send, api_error(error))
+                log_failure(_LOG, "a request failed", error, {"id": self._ticket.request_id})
+            self._failure = type(error).__name__ if not isinstance(error, ApiError) else error.kind
+            await self._send_error(scope, send, api_error(error))
         finally:
             await self._pieces.aclose()
 
     async def _whole(self, send: Send) -> None:
-        output = None
+        found: dict[int, RequestOutput] = {}
         async for piece in self._pieces:
             self._note(piece)
-            output = piece.output
-        assert output is not None, "a stream ended without its result"
-        failed = [completion.error for completion in output.outputs if completion.error]
+            if piece.output is not None:
+                found[piece.index] = piece.output
+        outputs = [found[index] for index in range(len(self._request.prompts))]
+        completions = [completion for output in outputs for completion in output.outputs]
+        failed = [completion.error for completion in completions if completion.error]
         if failed:
-            raise server_error(failed[0])
-        if any(completion.finish_reason == "abort" for completion in output.outputs):
+            raise request_failed(failed[0], self._request.form_field)
+        if any(completion.finish_reason == "abort" for completion in completions):
             raise unavailable("the server is ending and had to end the request")
-        body = await self._state.read(self._body, output)
+        body = await self._state.read(self._body, outputs)
         await self._begin(send, "application/json", len(body))
         await send({"type": "http.response.body", "body": body})
 
-    def _body(self, output: RequestOutput) -> bytes:
-        body = answer_body(self._request, output, self._created, self._engine.tokenizer)
-        return _encode(body)
+    def _body(self, outputs: Sequence[RequestOutput]) -> bytes:
+        return encode(self._writer.whole(outputs))
 
     async def _stream(self, send: Send) -> None:
-        name, tokenizer = self._ticket.request_id, self._engine.tokenizer
-        writer = ChunkWriter(self._request, name, self._created, tokenizer)
         async for piece in self._pieces:
             self._note(piece)
             if piece.error is not None:
-                raise server_error(piece.error)
-            events = writer.chunks(piece)
-            if piece.output is not None and self._request.include_usage:
-                events.append(writer.usage_chunk(piece.output))
+                raise request_failed(piece.error, self._request.form_field)
+            data = self._writer.events(piece)
             # Not before: until there is something to say the status can still be another one.
             if not self._has_begun:
                 await self._begin(send, "text/event-stream", None)
-            data = b"".join(map(_event, events))
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": _DONE})
+        await send({"type": "http.response.body", "body": self._writer.end()})
 
     def _note(self, piece: StreamOutput) -> None:
-        self._times.piece(piece)
+        self._times[piece.index].piece(piece)
         if piece.token_ids:
             self._ticket.start()
-        if piece.output is not None:
+        self._num_left -= piece.output is not None
+        if not self._num_left:
             self._ticket.release()
 
     async def _begin(self, send: Send, content_type: str, length: int | None) -> None:
@@ -232,34 +278,26 @@ class AnswerResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._has_begun = True
 
-    async def _send_error(self, send: Send, error: ApiError) -> None:
+    async def _send_error(self, scope: Scope, send: Send, error: ApiError) -> None:
         """The error as the answer, or as the last event of one that has begun."""
         if not self._has_begun:
             self._has_begun = True
-            await send_error(send, error)
+            await send_error(scope, send, error)
         elif self._request.stream:
-            data = _event(error.body())
+            data = self._writer.error(error, scope["state"][REQUEST_ID])
             await send({"type": "http.response.body", "body": data})
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    """An error as a whole answer."""
-    body = _encode(error.body())
+async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
+    """An error as a whole answer, in the protocol of the path."""
+    body = encode(error_body(error, scope["path"], scope["state"][REQUEST_ID]))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), text.encode()) for name, text in error.headers().items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-async def _client_gone(receive: Receive) -> None:
+async def client_gone(receive: Receive) -> None:
     """Wait until the client closes its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _encode(body: Json) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(body) + b"\n\n"

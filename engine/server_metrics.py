@@ -6,23 +6,27 @@ from a snapshot when somebody asks.
 """
 
 from collections.abc import Iterator
-from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 
 from decodegrid.engine.engine_snapshot import EngineSnapshot
-from decodegrid.engine.request_output import RequestOutput, StreamOutput
+from decodegrid.engine.request_output import RequestOutput
+from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.server_health import Health
+
+if TYPE_CHECKING:
+    from decodegrid.engine.server_times import RequestTimes
 
 _SECONDS: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
 _TOKENS: Final = tuple(float(1 << i) for i in range(0, 21))
+_COUNTS: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class ServerMetrics:
@@ -48,10 +52,33 @@ class ServerMetrics:
             "Time between two pieces of a completion, by its tokens",
             _SECONDS,
         )
-        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to the end", _SECONDS)
-        self.prompt_len = histogram("vllm:request_prompt_tokens", "Tokens of a prompt", _TOKENS)
-        self.output_len = histogram(
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to the end", _SECONDS)
+        self._queue = histogram(
+            "vllm:request_queue_time_seconds", "Arrival to the slot of a request", _SECONDS
+        )
+        self._prefill = histogram(
+            "vllm:request_prefill_time_seconds", "From the slot to the first token", _SECONDS
+        )
+        self._decode = histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the end", _SECONDS
+        )
+        self._inference = histogram(
+            "vllm:request_inference_time_seconds", "From the slot to the end", _SECONDS
+        )
+        self._per_token = histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "From the first token to the end, by the tokens behind the first",
+            _SECONDS,
+        )
+        self._prompt_len = histogram("vllm:request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self._output_len = histogram(
             "vllm:request_generation_tokens", "Tokens of a completion", _TOKENS
+        )
+        self._max_tokens = histogram(
+            "vllm:request_params_max_tokens", "Tokens that a request may have at most", _TOKENS
+        )
+        self._num_asked = histogram(
+            "vllm:request_params_n", "Completions that a request asks for", _COUNTS
         )
         self._success = counter(
             "vllm:request_success", "Completions that ended, by reason", "finished_reason"
@@ -72,10 +99,18 @@ class ServerMetrics:
         )
         for cause in ("client", "timeout", "drain"):
             self._aborted.labels(**self._labels, cause=cause)
+        self._dropped = counter(
+            "decodegrid_connections_dropped",
+            "Connections that were cut off: not reading, or not asking anything",
+            "reason",
+        )
+        for reason in ("not reading", "not asking"):
+            self._dropped.labels(**self._labels, reason=reason)
         self._responses = counter(
             "decodegrid_http_responses", "Answers, by path and status", "path", "status"
         )
         self._registry.register(_EngineCollector(self._labels, health))
+        ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
         """The exposition."""
@@ -93,46 +128,43 @@ class ServerMetrics:
         """A request was ended before its time."""
         self._aborted.labels(**self._labels, cause=cause).inc()
 
-    def accepted(self, num_prompt_tokens: int) -> None:
+    def dropped(self, reason: str) -> None:
+        """A connection was cut off."""
+        self._dropped.labels(**self._labels, reason=reason).inc()
+
+    def accepted(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         """A request was taken."""
-        self.prompt_len.observe(num_prompt_tokens)
+        self._prompt_len.observe(num_prompt_tokens)
         self._prompt_tokens.inc(num_prompt_tokens)
+        self._num_asked.observe(params.n)
+        if params.max_tokens is not None:
+            self._max_tokens.observe(params.max_tokens)
 
     def ended(self, output: RequestOutput) -> None:
         """A request has its whole result."""
         for completion in output.outputs:
             reason = completion.finish_reason or "error"
             self._success.labels(**self._labels, finished_reason=reason).inc()
-            self.output_len.observe(len(completion.token_ids))
+            self._output_len.observe(len(completion.token_ids))
         self._preemptions.inc(output.num_preemptions)
 
-
-class RequestTimes:
-    """The times of one request's pieces, as they come."""
-
-    def __init__(self, metrics: ServerMetrics) -> None:
-        self._metrics = metrics
-        self._began = monotonic()
-        self._last: dict[int, float] = {}
-        """When each completion had its last piece."""
-
-    @property
-    def has_begun(self) -> bool:
-        return bool(self._last)
-
-    def piece(self, piece: StreamOutput) -> None:
-        """A piece came."""
-        now, metrics = monotonic(), self._metrics
-        if piece.token_ids:
-            if not self._last:
-                metrics.ttft.observe(now - self._began)
-            last = self._last.get(piece.completion_index)
-            if last is not None:
-                metrics.inter_token.observe((now - last) / len(piece.token_ids))
-            self._last[piece.completion_index] = now
-        if piece.output is not None:
-            metrics.e2e.observe(now - self._began)
-            metrics.ended(piece.output)
+    def phases(self, times: "RequestTimes") -> None:
+        """A request has ended; only those that it came to have a time."""
+        assert times.ended_at is not None
+        self._e2e.observe(times.ended_at - times.began_at)
+        queue_s, prefill_s, decode_s = times.queue_s, times.prefill_s, times.decode_s
+        if queue_s is None:
+            return
+        self._queue.observe(queue_s)
+        self._inference.observe(max(0.0, times.ended_at - times.began_at - queue_s))
+        if prefill_s is None or decode_s is None:
+            return
+        self._prefill.observe(prefill_s)
+        self._decode.observe(decode_s)
+        assert times.output is not None
+        num_each = times.num_tokens / len(times.output.outputs)
+        if num_each > 1:
+            self._per_token.observe(decode_s / (num_each - 1))
 
 
 class _EngineCollector:

@@ -7,13 +7,14 @@ ends it early. Data flow: a deployment -> a running server -> an exit status.
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import monotonic
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 
@@ -21,6 +22,7 @@ from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.async_llm import AsyncLLM
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.server_app import build_app
+from decodegrid.engine.server_connections import Connection, guard_connections
 from decodegrid.engine.server_health import describe
 from decodegrid.engine.server_keys import read_keys
 from decodegrid.engine.server_state import ServerState
@@ -73,6 +75,8 @@ class Server:
         self._web = _Web(
             uvicorn.Config(
                 build_app(self.state),
+                http=Connection,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -94,6 +98,10 @@ class Server:
         _LOG.info("listening on %s", self.address)
         self._warn_if_open()
         serving = asyncio.create_task(self._web.serve(sockets=[self.listener]))
+        send_s = self._loaded.config.server.send_timeout_s
+        guard = asyncio.create_task(
+            guard_connections(lambda: self.connections, send_s, self.state.metrics)
+        )
         try:
             engine = await self._start_engine(loop)
             if engine is None:
@@ -104,6 +112,7 @@ class Server:
         finally:
             self._web.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
+            guard.cancel()
             self.state.close()
         report = engine.report().splitlines()
         _LOG.info("what was done", extra={"fields": {"report": report}})
@@ -111,6 +120,11 @@ class Server:
         status = EXIT_ENGINE if is_stuck else status
         _LOG.info("ended with status %d", status)
         return ServerEnd(status, is_stuck)
+
+    @property
+    def connections(self) -> set[Any]:
+        """The open ones."""
+        return self._web.server_state.connections
 
     def _warn_if_open(self) -> None:
         host = self.listener.getsockname()[0]
@@ -134,7 +148,10 @@ class Server:
         def build() -> None:
             engine, failure = None, None
             try:
-                engine = AsyncLLM(self._build_llm(self._loaded))
+                llm = self._build_llm(self._loaded)
+                # Takes seconds, for which the first request with a form would wait.
+                llm.stream_table.prepare_grammars()
+                engine = AsyncLLM(llm)
             except BaseException as error:  # it is raised where the start-up is waited for
                 failure = error
             with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
@@ -195,7 +212,7 @@ class Server:
         if not queue.open_ids:
             return EXIT_CLEAN
         _LOG.warning("drained too long: %d requests are ended", len(queue.open_ids))
-        for request_id in queue.open_ids:
+        for request_id in queue.open_parts:
             self.state.metrics.aborted("drain")
             engine.abort(request_id)
         deadline = monotonic() + _LAST_ANSWERS_S
@@ -218,7 +235,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
+        # Python's own words name the address a second time.
+        what = os.strerror(error.errno) if error.errno else str(error)
+        raise OSError(error.errno, what, f"{host}:{port}") from None
 
 
 async def _close(engine: AsyncLLM) -> bool:

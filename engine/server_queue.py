@@ -27,14 +27,22 @@ class Ticket:
         "has_started",
         "num_completions",
         "num_tokens",
+        "parts",
         "request_id",
     )
 
     def __init__(
-        self, queue: "RequestQueue", request_id: str, num_completions: int, num_tokens: int
+        self,
+        queue: "RequestQueue",
+        request_id: str,
+        parts: tuple[str, ...],
+        num_completions: int,
+        num_tokens: int,
     ) -> None:
         self._queue = queue
         self.request_id = request_id
+        self.parts = parts
+        """The engine's names of its prompts."""
         self.num_completions = num_completions
         self.num_tokens = num_tokens
         self.has_started = False
@@ -85,6 +93,11 @@ class RequestQueue:
         self.num_waiting_tokens = 0
 
     @property
+    def open_parts(self) -> list[str]:
+        """The engine's names of all prompts of the requests whose answers are not sent."""
+        return [part for ticket in self._tickets.values() for part in ticket.parts]
+
+    @property
     def open_ids(self) -> list[str]:
         """Names of the requests whose answers are not sent, oldest first."""
         return list(self._tickets)
@@ -94,14 +107,24 @@ class RequestQueue:
         if not self._has_room(1):
             raise self._full(f"{self.num_open} requests are open, of at most {self._max_open}")
 
-    def admit(self, request_id: str, num_completions: int, num_tokens: int) -> Ticket:
-        """Take a request with so many completions and prompt tokens; raises ApiError."""
+    def admit(
+        self,
+        request_id: str,
+        num_completions: int,
+        num_tokens: int,
+        parts: tuple[str, ...] | None = None,
+    ) -> Ticket:
+        """Take a request with so many completions and prompt tokens; raises ApiError. parts: the
+        engine's names of its prompts; None for one prompt with the request's name."""
+        parts = (request_id,) if parts is None else parts
         if num_completions > self._max_open:
+            is_many = len(parts) > 1
+            what = "n times the number of prompts" if is_many else "n"
             raise ApiError(
                 400,
-                f"n must be at most {self._max_open} (scheduler.max_num_reqs plus "
+                f"{what} must be at most {self._max_open} (scheduler.max_num_reqs plus "
                 f"server.max_queued_requests), got {num_completions}",
-                param="n",
+                param="prompt" if is_many else "n",
             )
         if not self._has_room(num_completions):
             raise self._full(f"{self.num_open} requests are open, of at most {self._max_open}")
@@ -111,7 +134,7 @@ class RequestQueue:
                 f"{waiting} prompt tokens wait and {num_tokens} would come to them, "
                 f"of at most {self._max_tokens}"
             )
-        ticket = Ticket(self, request_id, num_completions, num_tokens)
+        ticket = Ticket(self, request_id, parts, num_completions, num_tokens)
         self._tickets[request_id] = ticket
         self.num_open += num_completions
         self.num_waiting_tokens += num_tokens
@@ -127,7 +150,7 @@ class RequestQueue:
         if self.num_open + num_completions > self._max_open:
             # Their last pieces wait for clients that do not read.
             for ticket in self._tickets.values():
-                if ticket.has_started and not self._is_running(ticket.request_id):
+                if ticket.has_started and not any(map(self._is_running, ticket.parts)):
                     ticket.release()
         return self.num_open + num_completions <= self._max_open
 

@@ -127,6 +127,12 @@ class StreamTable:
         """What build does where it checks the grammar; any thread may call it."""
         self._grammars.check(source)
 
+    def prepare_grammars(self) -> None:
+        """Load the grammar library now, and not with the first request that has a form; nothing
+        where none is served."""
+        if self._limits.has_rich:
+            self._grammars.prepare()
+
     def open(self, streams: Sequence[OutputStream]) -> None:
         """Queue built requests. Raises RequestError, and queues none, for a name in use."""
         loop = self.loop

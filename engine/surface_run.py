@@ -10,13 +10,21 @@ what was written, which no request reads before it has written it.
 import os
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from decodegrid.capture.budget import VerifyBudget
 from decodegrid.capture.grid import GraphKey
-from decodegrid.capture.surface import StepProbe, Surface, SurfaceError, measure_surface
+from decodegrid.capture.surface import (
+    StepProbe,
+    Surface,
+    SurfaceError,
+    measure_surface,
+    measure_twice,
+)
 from decodegrid.capture.surface_store import SurfaceStore
 from decodegrid.capture.total_scan import MakeScan, NumpyScan
 from decodegrid.configs.load import LoadedConfig
@@ -118,23 +126,40 @@ def measure(runner: Runner, context_len: int, repeats: int) -> Surface:
 
     Raises ValueError for a context that leaves no room for a step.
     """
+    with _probe(runner, context_len) as probe:
+        return measure_surface(
+            runner.grid.keys,
+            probe,
+            context_len=context_len,
+            facts=surface_facts(runner),
+            repeats=repeats,
+        )
+
+
+def measure_in_turns(runner: Runner, context_len: int, repeats: int) -> tuple[Surface, Surface]:
+    """Two measurements whose rounds take turns; as `measure` otherwise."""
+    with _probe(runner, context_len) as probe:
+        return measure_twice(
+            runner.grid.keys,
+            probe,
+            context_len=context_len,
+            facts=surface_facts(runner),
+            repeats=repeats,
+        )
+
+
+@contextmanager
+def _probe(runner: Runner, context_len: int) -> Iterator[StepProbe]:
+    """Replays on made-up rows, which are gone afterwards."""
     most = longest_context(runner)
     if not 1 <= context_len <= most:
         raise ValueError(f"the surface's context is {context_len} tokens; allowed are 1..{most}")
     device = runner.model.state.slots.last_token.device
     work = SurfaceRun(runner, context_len)
-    probe = StepProbe(
-        work.run, work.prepare, torch.cuda.synchronize if device.type == "cuda" else None
-    )
+    wait = torch.cuda.synchronize if device.type == "cuda" else None
     try:
         with torch.no_grad():
-            return measure_surface(
-                runner.grid.keys,
-                probe,
-                context_len=context_len,
-                facts=surface_facts(runner),
-                repeats=repeats,
-            )
+            yield StepProbe(work.run, work.prepare, wait)
     finally:
         work.restore()
 

@@ -74,6 +74,14 @@ class Tokenizer:
         self._special_ids = frozenset(
             token["id"] for token in layout["added_tokens"] if token["special"]
         )
+        marks = (recipe.SpecialToken.Dsml, recipe.SpecialToken.ThinkingEnd)
+        ids = [self._full.token_to_id(mark.default_str()) for mark in marks]
+        self.mark_bytes = {
+            token_id: mark.default_str().encode("utf-8")
+            for mark, token_id in zip(marks, ids, strict=True)
+            if token_id is not None
+        }
+        """Spellings of the special tokens that stand inside of an answer, by token id."""
         self._byte_of_char = _byte_of_char()
         self._bytes_of_id: dict[int, bytes] = {}
 

@@ -6,10 +6,12 @@ layers of 32 channels, for float64 proofs. Both are parsed config.json objects, 
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -144,8 +146,27 @@ def _config_json(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+FUZZ_EXAMPLES = "DECODEGRID_FUZZ_EXAMPLES"
+"""Examples of each property test, drawn anew in each run; unset for the few of the suite."""
+
+
+def _load_fuzz_profile() -> None:
+    """How many examples the property tests try; those of the suite are the same in every run."""
+    given = os.environ.get(FUZZ_EXAMPLES)
+    hypothesis.settings.register_profile(
+        "decodegrid",
+        max_examples=int(given) if given else 30,
+        derandomize=not given,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    hypothesis.settings.load_profile("decodegrid")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Build the native kernels once before several workers would each build them."""
+    _load_fuzz_profile()
     if config.getoption("numprocesses", None):
         build_library(NATIVE)
 

@@ -1,43 +1,120 @@
 """Builds text of which most answers are copied: `python -m training.copies --tokens 300000`.
 
-Owns the choice of such chats. In the training text few of an answer's tokens are copies, so that a
-drafter needs many steps before it learns to look one up; here most are. Data flow: templates ->
-chats of the training side -> build/training/copies.npy and copies_answers.npy.
+Owns the choice of such documents. In the training text few of an answer's tokens are copies, so
+that target and drafter need many steps before they learn to look one up; here most are. Three
+kinds: short chats (`_draw_chat`), runs of tool calls on one preamble (`_draw_calls`), and names at
+the start of a text that its end asks for (`_draw_planted`, worded as `long_range` measures it).
+Data flow: templates and training-side stories -> documents of the training side ->
+build/training/copies.npy and copies_answers.npy.
 """
 
 import argparse
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
-from training.conversation import Turn, assistant, user
+from training.conversation import Call, Conversation, Turn, assistant, user
 from training.data import Document, is_heldout, write_stream
-from training.render import render_full_pieces
+from training.long_range import filler_sentences
+from training.render import render_conversation
 from training.run_log import BUILD
-from training.text_templates import draw_echo, draw_json_object, draw_list, draw_lookup
+from training.text_templates import Pair, draw_echo, draw_json_object, draw_list, draw_lookup
+from training.tool_templates import TOOL_TEMPLATES
+from training.values import ANIMALS, draw_name
 from training.vocabulary import Vocabulary
 
 SEED = 20267
-_GENERATORS = (draw_echo, draw_echo, draw_json_object, draw_json_object, draw_list, draw_lookup)
+SHARES = {"chats": 0.5, "calls": 0.35, "planted": 0.15}
+"""Kind of document -> share of the tokens."""
+
+
+def draw_array(rng: Random) -> Pair:
+    """A list that comes back as a JSON array, in its order or reversed."""
+    while True:
+        question, answer = draw_list(rng)
+        if answer.startswith("["):
+            return question, answer
+
+
+_PAIRS: tuple[tuple[int, Callable[[Random], Pair]], ...] = (
+    (9, draw_array),
+    (6, draw_json_object),
+    (3, draw_echo),
+    (2, draw_lookup),
+)
+"""(weight, generator) of the pairs of a chat."""
+
+
+def _draw_chat(rng: Random) -> Conversation | None:
+    """One to four pairs; None where a question is on the held-out side."""
+    chosen = rng.choices(_PAIRS, [weight for weight, _ in _PAIRS], k=rng.choice((1, 1, 2, 3, 4)))
+    turns: list[Turn] = []
+    for _, draw in chosen:
+        question, answer = draw(rng)
+        if is_heldout(question):
+            return None
+        turns += [user(question), assistant(answer)]
+    return Conversation("chats", tuple(turns))
+
+
+def _draw_calls(rng: Random) -> Conversation | None:
+    """Four to eight requests for one tool or two, each called and answered; None where a request is
+    on the held-out side."""
+    offered = rng.sample(TOOL_TEMPLATES, rng.choice((1, 1, 2)))
+    turns: list[Turn] = []
+    for _ in range(rng.randint(4, 8)):
+        template = rng.choice(offered)
+        exchange = template.draw(rng)
+        if is_heldout(exchange.request):
+            return None
+        arguments = json.dumps(exchange.arguments, ensure_ascii=False)
+        turns += [
+            user(exchange.request),
+            Turn("assistant", "", (Call(template.tool.name, arguments),)),
+            Turn("tool", json.dumps(exchange.result)),
+            assistant(exchange.answer),
+        ]
+    return Conversation("calls", tuple(turns), tuple(template.tool for template in offered))
+
+
+def _draw_planted(fillers: list[str], rng: Random) -> Conversation | None:
+    """One to three named animals, up to some 300 tokens of other sentences, and their names again,
+    in another order and now and then with a sentence between."""
+    animals = rng.sample(ANIMALS, rng.choice((1, 2, 2, 3)))
+    names = {animal: draw_name(rng) for animal in animals}
+    parts = [
+        f"{'Once upon a time, there' if not place else ' There'} was a little {a} named {names[a]}."
+        for place, a in enumerate(animals)
+    ]
+    parts += [f" {rng.choice(fillers)}" for _ in range(rng.choice((0, 1, 2, 4, 8, 12, 16)))]
+    rng.shuffle(animals)
+    for animal in animals * rng.choice((1, 1, 2)):
+        parts.append(f"\n\nThe {animal} was a little {animal} named {names[animal]}.")
+        if rng.random() < 0.2:
+            parts.append(f" {rng.choice(fillers)}")
+    question = f"Tell me a story about a {rng.choice(animals)}."
+    return Conversation("planted", (user(question), assistant("".join(parts))))
 
 
 def copy_documents(vocabulary: Vocabulary, num_tokens: int) -> Iterator[Document]:
-    """Chats of three pairs until they hold `num_tokens` tokens."""
-    total, index = 0, 0
-    while total < num_tokens:
-        rng = Random(f"decodegrid:copies:{SEED}:{index}")
+    """Documents until they hold `num_tokens` tokens; the kind furthest below its share is next."""
+    planted = partial(_draw_planted, filler_sentences(heldout=False))
+    draws = {"chats": _draw_chat, "calls": _draw_calls, "planted": planted}
+    counts = dict.fromkeys(SHARES, 0)
+    index = 0
+    while sum(counts.values()) < num_tokens:
+        kind = min(SHARES, key=lambda name: counts[name] / SHARES[name])
+        conversation = draws[kind](Random(f"decodegrid:copies:{SEED}:{index}"))
         index += 1
-        pairs = [rng.choice(_GENERATORS)(rng) for _ in range(3)]
-        if any(is_heldout(question) for question, _ in pairs):
+        if conversation is None:
             continue
-        turns: list[Turn] = []
-        for question, answer in pairs:
-            turns += [user(question), assistant(answer)]
-        rendered = render_full_pieces(turns)
+        rendered = render_conversation(conversation)
         ids = vocabulary.encode(rendered)
-        total += len(ids)
+        counts[kind] += len(ids)
         marks = tuple(vocabulary.mark_answers(ids))
-        yield Document("copies", tuple(ids), marks, len(rendered.text.encode()), False)
+        yield Document(kind, tuple(ids), marks, len(rendered.text.encode()), False)
 
 
 def main() -> int:
@@ -47,6 +124,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=BUILD)
     arguments = parser.parse_args()
     documents = list(copy_documents(Vocabulary.from_file(), arguments.tokens))
+    Random(f"decodegrid:copies:{SEED}").shuffle(documents)
     print(write_stream(arguments.output, "copies", documents), "tokens")
     return 0
 

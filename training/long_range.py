@@ -63,11 +63,11 @@ class LongRange:
     """Median over texts of the ratio."""
 
 
-def filler_sentences() -> list[str]:
-    """Sentences of held-out stories without quotes and without a name."""
+def filler_sentences(*, heldout: bool) -> list[str]:
+    """Sentences of one side's stories without quotes and without a name."""
     sentences = []
     for story in read_stories():
-        if not is_heldout(story.prompt):
+        if is_heldout(story.prompt) != heldout:
             continue
         for match in _SENTENCE.finditer(story.text.replace("\n", " ")):
             sentence = match.group().strip()
@@ -111,7 +111,7 @@ def name_probability(fast: FastForward, text: Planted, *, windows_only: bool) ->
 def measure(model: DraftModel, num_texts: int, gap: int) -> LongRange:
     """Figures over `num_texts` texts."""
     vocabulary, rng = Vocabulary.from_file(), Random(f"decodegrid:long_range:{SEED}")
-    fillers = filler_sentences()
+    fillers = filler_sentences(heldout=True)
     texts = [plant(vocabulary, rng, fillers, gap) for _ in range(num_texts)]
     fast = FastForward(model)
     found = torch.tensor(

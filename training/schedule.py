@@ -30,6 +30,10 @@ class Plan:
     above 1: never."""
     prompt_weight: float = 0.3
     """Weight of a target in the loss that no assistant wrote; an answer's is 1."""
+    copy_rows: int = 0
+    """Rows of a step that are of the text that copies, where there is any; long rows are not."""
+    copy_weights: tuple[float, float] = (0.1, 2.0)
+    """As `prompt_weight`, and an answer's weight, in these rows."""
     index_every: int = 4
     """Steps between updates of the indexer while dense; afterwards each step updates it."""
     max_norm: float = 1.0

@@ -70,6 +70,16 @@ def balance_routers(model: DraftModel, loads: list[Tensor], rate: float) -> floa
     return worst
 
 
+def rows_of(
+    stream: Rows, step: int, count: int, weights: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, targets and loss weights of the `count` rows that a step takes from one stream;
+    `weights`: of a target that no assistant wrote, and of one in an answer."""
+    first = step * count
+    marks = stream.answer_targets(first, count)
+    return *stream.batch(first, count), torch.where(marks, weights[1], weights[0])
+
+
 class TargetTrainer:
     """One run: model, optimizer, data and progress."""
 
@@ -81,15 +91,22 @@ class TargetTrainer:
         plan: Plan,
         compiler: Compiler | None,
         answers: npt.NDArray[np.bool_] | None = None,
+        copies: tuple[npt.NDArray[np.uint16], npt.NDArray[np.bool_]] | None = None,
     ) -> None:
         """`streams`: tokens of "train" and of any number of held-out domains; `answers`: the marks
-        of "train", None: every token is an answer's."""
+        of "train", None: every token is an answer's; `copies`: tokens and marks of the text that
+        copies, for the plan's `copy_rows`."""
         self.raw, self.plan = raw, plan
         bos = raw["bos_token_id"]
         lengths = {plan.shape[1], *(length for _, length in plan.long_rows)}
         self.train_rows = {
             n: Rows(streams["train"], n, bos, SEED, answers) for n in sorted(lengths)
         }
+        self.copies: Rows | None = None
+        if plan.copy_rows:
+            if copies is None:
+                raise ValueError(f"{plan.copy_rows} rows of each step copy, but no text is given")
+            self.copies = Rows(copies[0], plan.shape[1], bos, SEED, copies[1])
         self.heldout_rows = {
             name: Rows(stream, plan.shape[1], bos, SEED)
             for name, stream in streams.items()
@@ -105,14 +122,19 @@ class TargetTrainer:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, targets and their weights of a step: short rows, or one long row."""
-        rows, length = self.plan.shape
-        for every, longer in self.plan.long_rows:
+        plan = self.plan
+        rows, length = plan.shape
+        for every, longer in plan.long_rows:
             if step % every == every - 1:
                 rows, length = 1, longer
-        stream = self.train_rows[length]
-        marks = stream.answer_targets(step * rows, rows)
-        weights = torch.where(marks, 1.0, self.plan.prompt_weight)
-        return *stream.batch(step * rows, rows), weights
+        copying = plan.copy_rows if length == plan.shape[1] else 0
+        prompt_weight = plan.prompt_weight
+        parts = [rows_of(self.train_rows[length], step, rows - copying, (prompt_weight, 1.0))]
+        if copying:
+            assert self.copies is not None
+            parts.append(rows_of(self.copies, step, copying, plan.copy_weights))
+        ids, targets, weights = (torch.cat(part) for part in zip(*parts, strict=True))
+        return ids, targets, weights
 
     @property
     def quantised(self) -> bool:
@@ -246,6 +268,7 @@ def main() -> int:
     parser.add_argument(
         "--quantised-from", type=float, default=Plan().quantised_from, help="share of the leg"
     )
+    parser.add_argument("--copy-rows", type=int, default=0, help="of each step, from `copies`")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--state", type=Path, default=BUILD / "target.pt")
     parser.add_argument("--export", type=Path, default=BUILD / "export")
@@ -253,12 +276,19 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     raw = tiny_config(tokenizer)
-    plan = Plan(peak=arguments.peak, quantised_from=arguments.quantised_from)
+    plan = Plan(
+        peak=arguments.peak,
+        quantised_from=arguments.quantised_from,
+        copy_rows=arguments.copy_rows,
+    )
     names = ("train", "heldout_stories", "heldout_templated")
     streams = {name: np.load(BUILD / f"{name}.npy") for name in names}
     classes = compressed_token_classes(tokenizer)
     answers = np.load(BUILD / "train_answers.npy")
-    trainer = TargetTrainer(raw, classes, streams, plan, compile_piece, answers)
+    copies = None
+    if plan.copy_rows:
+        copies = np.load(BUILD / "copies.npy"), np.load(BUILD / "copies_answers.npy")
+    trainer = TargetTrainer(raw, classes, streams, plan, compile_piece, answers, copies)
     begin(trainer, arguments)
     copy_tokenizer(arguments.export)
     run(

@@ -13,7 +13,7 @@ from decodegrid.capture.plan_costs import PairCost, read_costs
 from decodegrid.capture.profile_costs import costs_text, pair_costs
 from decodegrid.capture.profile_csv import FILES, csv_texts, write_csv
 from decodegrid.capture.profile_document import Profile, ProfileError, profile_text, read_profile
-from decodegrid.capture.profile_tables import format_difference, format_profile
+from decodegrid.capture.profile_tables import format_difference, format_error, format_profile
 from decodegrid.capture.surface import Surface, SurfaceError, SurfacePoint
 from decodegrid.capture.surface_search import read_surface
 
@@ -149,7 +149,7 @@ def test_two_measurements_are_compared() -> None:
         points = {key: SurfacePoint(ms, ms, ms, 1) for key, ms in zip(keys, times, strict=True)}
         return Surface(points, 256, 1.0, {})
 
-    start = "measured again at context 256: the step times of 3 pairs differ by "
+    start = "measured again later at context 256: the step times of 3 pairs differ by "
     assert format_difference(surface(10, 10, 20), surface(9, 12, 21)) == (
         f"{start}10.0% in the median and 20.0% at most; beside the factor 1.050 that they share "
         "by 14.3% in the median"
@@ -157,6 +157,10 @@ def test_two_measurements_are_compared() -> None:
     assert format_difference(surface(10, 20, 30), surface(15, 30, 45)) == (
         f"{start}50.0% in the median and 50.0% at most; beside the factor 1.500 that they share "
         "by 0.0% in the median"
+    )
+    assert format_error(surface(10, 10, 20), surface(9, 12, 21)) == (
+        "measured twice in turns at context 256: the step times of 3 pairs differ by 10.0% in the "
+        "median and 20.0% at most"
     )
 
 

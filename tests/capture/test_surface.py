@@ -14,6 +14,7 @@ from decodegrid.capture.surface import (
     SurfaceError,
     SurfacePoint,
     measure_surface,
+    measure_twice,
 )
 from decodegrid.capture.surface_store import SurfaceStore
 
@@ -135,6 +136,29 @@ def test_load_and_noise_of_one_pair_do_not_add_up():
         assert surface.ms(key) == pytest.approx(2.0 * key.num_query_tokens)
 
 
+def test_two_measurements_in_turns_see_the_same_drift():
+    """A machine that slows down steadily: one after the other the second is slower by a third or
+    more; in turns the two differ by what one round adds."""
+    keys, repeats = KEYS, 9
+
+    def make() -> Machine:
+        return Machine(lambda key, i: key.num_query_tokens * (1.0 + 0.05 * i))
+
+    machine = make()
+    options = {"context_len": 3, "facts": FACTS, "clock": lambda: machine.seconds}
+    later = [measure_surface(keys, machine.probe(), repeats=repeats, **options) for _ in range(2)]
+    machine = make()
+    turns = measure_twice(keys, machine.probe(), repeats=repeats, now=lambda: 5.0, **options)
+    assert [surface.measured_at for surface in turns] == [5.0, 5.0]
+    assert all(dict(surface.facts) == FACTS and surface.context_len == 3 for surface in turns)
+    for key in keys:
+        assert all(surface.points[key].repeats == repeats for surface in turns)
+        assert later[1].ms(key) / later[0].ms(key) > 1.33
+        # Rounds 1, 3, ... 17 and 2, 4, ... 18 behind a warm-up: medians are rounds 9 and 10.
+        assert turns[0].ms(key) == pytest.approx(key.num_query_tokens * (1 + 0.05 * 10))
+        assert turns[1].ms(key) == pytest.approx(key.num_query_tokens * (1 + 0.05 * 11))
+
+
 def test_only_the_run_is_needed():
     surface = measure_surface(KEYS, StepProbe(lambda key: None), context_len=0, facts={}, repeats=1)
     assert set(surface.points) == set(KEYS)
@@ -155,6 +179,9 @@ def test_bad_measurements(changes, message):
     arguments = {"context_len": 0, "facts": {}} | changes
     with pytest.raises(SurfaceError, match=message):
         measure_surface(keys, StepProbe(lambda key: None), **arguments)
+    if "warmup" not in changes:
+        with pytest.raises(SurfaceError, match=message):
+            measure_twice(keys, StepProbe(lambda key: None), **arguments)
 
 
 def test_table():

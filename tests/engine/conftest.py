@@ -400,3 +400,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path: Path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
     return Tokenizer(path)
+
+
+@pytest.fixture(scope="session")
+def spell(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """spell(text): ids of an answer, its special tokens in one piece, with the end of text."""
+    marks = {bytes_.decode(): token_id for token_id, bytes_ in tokenizer.mark_bytes.items()}
+
+    def ids_of(text: str) -> list[int]:
+        ids: list[int] = []
+        while text:
+            places = {text.find(mark): mark for mark in marks if mark in text}
+            place = min(places, default=len(text))
+            ids += tokenizer.encode(text[:place])[1:] if place else []
+            ids += [marks[places[place]]] if places else []
+            text = text[place + len(places[place]) :] if places else ""
+        return [*ids, tokenizer.eos_token_id]
+
+    return ids_of

@@ -159,9 +159,12 @@ def test_bad_input_files(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_many_errors_of_a_deployment_are_one_line(call: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("cache:\n  block_size: 3\n  nope: 1\n")
-    status, _, err = call("config", "check", f"--config={path}")
+    status, _, err = call("generate", "x", f"--config={path}")
     assert status == 2 and err.count("\n") == 1
     assert f"{path}:2" in err and f"{path}:3" in err
+    # The check, whose work they are, gives each a line.
+    status, _, err = call("config", "check", f"--config={path}")
+    assert status == 2 and err.count("\n") == 2
 
 
 def test_config_show_names_origins(call: Any, tmp_path: Path) -> None:
@@ -180,7 +183,8 @@ def test_config_show_names_origins(call: Any, tmp_path: Path) -> None:
     )
     assert rows["cache.block_size"] == ["32", "--set"]
     assert rows["speculation.num_draft_tokens"] == ["5", "default"]
-    assert call("config", "check", "--config", str(path))[:2] == (0, f"{path}: ok\n")
+    status, out, _ = call("config", "check", "--config", str(path))
+    assert status == 0 and out.endswith(f"\n{path}: ok\n")
 
 
 def test_help_and_version(call: Any) -> None:
@@ -231,6 +235,20 @@ def test_chat_that_outgrows_the_context(call: Any, monkeypatch: pytest.MonkeyPat
     status, out, err = call("chat", *GREEDY, "--no-report")
     assert status == 0 and "context of 400 tokens" in err and "/clear starts over" in err
     assert out.count("> ") >= 4
+
+
+def test_an_unknown_command_of_the_chat_is_not_for_the_model(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Stdin(b"/help\n/exit\n", is_terminal=True))
+    status, out, err = call("chat", *GREEDY, "--no-report")
+    assert status == 0 and "/help is no command; /clear forgets" in err
+    assert out.replace("> ", "") == ""
+    # From a pipe, and with other words behind it, it is text.
+    for data, is_terminal in ((b"/help\n", False), (b"/help me\n/exit\n", True)):
+        monkeypatch.setattr(sys, "stdin", Stdin(data, is_terminal=is_terminal))
+        status, out, err = call("chat", *GREEDY, "--no-report")
+        assert status == 0 and "no command" not in err and out.replace("> ", "").strip()
 
 
 def test_an_empty_prompt_is_refused_before_start_up(capsys: pytest.CaptureFixture[str]) -> None:

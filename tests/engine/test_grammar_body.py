@@ -10,7 +10,7 @@ import pytest
 
 from decodegrid.configs.sampling_section import SamplingSection
 from decodegrid.engine.batch_body import read_body
-from decodegrid.engine.chat_body import BodyError
+from decodegrid.engine.body_fields import BodyError
 from decodegrid.engine.cli import _Parser, main
 from decodegrid.engine.cli_options import add_grammar_options, grammar_from_options
 from decodegrid.engine.grammar_compiler import GrammarCompiler

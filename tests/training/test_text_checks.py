@@ -1,6 +1,7 @@
 """Text that copies, names planted far back, and the comparison of repeated runs."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from decodegrid.graphs.drafter import DraftModel
-from training.copies import copy_documents
+from training.copies import SHARES, copy_documents
 from training.data import is_heldout
 from training.fast_forward import FastForward
 from training.long_range import Planted, filler_sentences, name_probability, plant
@@ -21,22 +22,38 @@ MakeModel = Callable[..., DraftModel]
 
 def test_copied_answers_stand_in_their_questions() -> None:
     vocabulary = Vocabulary.from_file()
-    documents = list(copy_documents(vocabulary, 3000))
-    assert documents == list(copy_documents(vocabulary, 3000))
+    documents = list(copy_documents(vocabulary, 6000))
+    assert documents == list(copy_documents(vocabulary, 6000))
+    sizes = dict.fromkeys(SHARES, 0)
     answers = copied = 0
     for document in documents:
+        sizes[document.domain] += len(document.ids)
         text = vocabulary.decode(list(document.ids))
-        for pair in text.split("<\uff5cUser\uff5c>")[1:]:
-            question = pair.split("<\uff5cAssistant\uff5c>")[0]
-            assert not is_heldout(question)
-        for place, (token, answer) in enumerate(zip(document.ids, document.answers, strict=True)):
-            answers += answer
-            copied += answer and token in document.ids[:place]
+        if document.domain == "chats":
+            for pair in text.split("<\uff5cUser\uff5c>")[1:]:
+                assert not is_heldout(pair.split("<\uff5cAssistant\uff5c>")[0])
+        if document.domain != "planted":
+            for place, answer in enumerate(document.answers):
+                answers += answer
+                copied += answer and document.ids[place] in document.ids[:place]
     assert copied / answers > 0.6
+    assert min(sizes[kind] / (6000 * share) for kind, share in SHARES.items()) > 0.6
+
+
+def test_planted_names_come_back_with_their_animals() -> None:
+    vocabulary = Vocabulary.from_file()
+    planted = [d for d in copy_documents(vocabulary, 12000) if d.domain == "planted"]
+    assert planted
+    for document in planted:
+        text = vocabulary.decode(list(document.ids))
+        names = dict(re.findall(r"there was a little (\w+) named (\w+)\.", text, re.IGNORECASE))
+        again = re.findall(r"\n\nThe (\w+) was a little \1 named (\w+)\.", text)
+        assert again and all(names[animal] == name for animal, name in again)
+        assert {animal for animal, _ in again} == set(names)
 
 
 def test_the_name_is_planted_once_and_asked_for_at_the_end() -> None:
-    vocabulary, fillers = Vocabulary.from_file(), filler_sentences()
+    vocabulary, fillers = Vocabulary.from_file(), filler_sentences(heldout=True)
     assert len(fillers) > 200
     text = plant(vocabulary, Random(3), fillers, 150)
     name = text.ids[-text.name_tokens :]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -36,7 +37,10 @@ TOKENS = 1408
 
 
 def make_trainer(
-    make_raw: Callable[..., dict[str, Any]], plan: Plan = PLAN, **changes: int
+    make_raw: Callable[..., dict[str, Any]],
+    plan: Plan = PLAN,
+    copies: tuple[npt.NDArray[np.uint16], npt.NDArray[np.bool_]] | None = None,
+    **changes: int,
 ) -> TargetTrainer:
     """A trainer on a stream with a rule: each document counts upwards."""
     pieces = [np.r_[0, np.arange(20) % 17 + 3 + shift] for shift in range(60)]
@@ -44,7 +48,7 @@ def make_trainer(
     streams = {name: stream for name in ("train", "heldout_counts")}
     marks = np.arange(len(stream)) % 3 > 0
     classes = [i % 64 for i in range(96)]
-    return TargetTrainer(make_raw(**changes), classes, streams, plan, None, marks)
+    return TargetTrainer(make_raw(**changes), classes, streams, plan, None, marks, copies)
 
 
 def test_loss_falls_and_resume_is_exact(
@@ -92,6 +96,22 @@ def test_prompt_targets_weigh_less(make_raw: Callable[..., dict[str, Any]]) -> N
     assert ids.shape == weights.shape == marks.shape
     assert 0 < int(marks.sum()) < marks.numel()
     torch.testing.assert_close(weights, torch.where(marks, 1.0, PLAN.prompt_weight))
+
+
+def test_some_rows_of_a_step_copy_with_weights_of_their_own(
+    make_raw: Callable[..., dict[str, Any]],
+) -> None:
+    plan = dataclasses.replace(PLAN, copy_rows=1)
+    with pytest.raises(ValueError, match="1 rows of each step copy"):
+        make_trainer(make_raw, plan)
+    stream = np.r_[np.tile(np.r_[0, np.full(20, 50)], 9)].astype(np.uint16)
+    trainer = make_trainer(make_raw, plan, copies=(stream, np.arange(len(stream)) % 2 > 0))
+    ids, _, weights = trainer.batch(0)
+    assert ids.shape == (2, 32)
+    assert not (ids[0] == 50).all() and set(ids[1].tolist()) == {0, 50}
+    assert set(weights[0].tolist()) == {1.0, np.float32(PLAN.prompt_weight)}
+    assert set(weights[1].tolist()) == {np.float32(w) for w in plan.copy_weights}
+    assert trainer.batch(3)[0].shape == (1, 64)
 
 
 def test_every_so_many_steps_is_one_long_row(make_raw: Callable[..., dict[str, Any]]) -> None:

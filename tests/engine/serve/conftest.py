@@ -4,7 +4,9 @@ The toy model behind them, and the tokenizer, are those of the engine's tests.
 """
 
 import asyncio
+import io
 import json
+import logging
 import socket
 import threading
 import time
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import anthropic
 import httpx2
 import openai
 import pytest
@@ -19,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from decodegrid.configs.load import load_config
 from decodegrid.engine.llm import LLM
+from decodegrid.engine.server_log import LOGGERS, configure_logging
 from decodegrid.engine.server_process import Server, ServerEnd
 from decodegrid.engine.tokenizer import Tokenizer
 
@@ -32,6 +36,7 @@ class Gate:
         self._call, self._permits = getattr(runner, name), threading.Semaphore(permits)
         self._is_open = False
         self.num_waiting = 0
+        self.num_passed = 0
         setattr(runner, name, self)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -39,6 +44,7 @@ class Gate:
             self.num_waiting += 1
             assert self._permits.acquire(timeout=60)
             self.num_waiting -= 1
+            self.num_passed += 1
         return self._call(*args, **options)
 
     def allow(self, count: int = 1) -> None:
@@ -63,19 +69,33 @@ class RunningServer:
         self._thread.start()
 
     def _run(self) -> None:
-        self.end = asyncio.run(self.server.run())
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.end = await self.server.run()
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """The result of a function, called by the server's event loop."""
+
+        async def run() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(60)
 
     def wait_ready(self) -> "RunningServer":
         self.wait_until(lambda: self.state.health.problem() is None)
         return self
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for what is sure to come; fails where it does not for a minute."""
-        for _ in range(6000):
+    def wait_until(
+        self, is_so: Callable[[], bool], failure: str = "it did not happen", seconds: int = 60
+    ) -> None:
+        """Wait for what is sure to come; fails with a message where it does not."""
+        for _ in range(100 * seconds):
             if is_so():
                 return
             time.sleep(0.01)
-        raise AssertionError("it did not happen")
+        raise AssertionError(failure)
 
     def stop(self) -> ServerEnd:
         """Drain and wait for the end."""
@@ -95,6 +115,11 @@ class RunningServer:
         settings = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", **settings)
 
+    def anthropic(self, **options: Any) -> anthropic.Anthropic:
+        """Anthropic's official client, which does not try again."""
+        settings = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
+        return anthropic.Anthropic(base_url=self.url, **settings)
+
     def get(self, path: str, **headers: str) -> tuple[int, str]:
         """Status and text of a GET."""
         found = httpx2.get(self.url + path, headers=headers, timeout=60)
@@ -108,6 +133,13 @@ class RunningServer:
     def post_stream(self, path: str, body: Any) -> httpx2.Response:
         """A POST of bytes, or of an iterator of them, whose length nobody tells ahead."""
         return httpx2.post(self.url + path, content=body, timeout=60)
+
+    def connect(self, data: bytes) -> socket.socket:
+        """A connection that was sent some bytes."""
+        host, port = self.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=60)
+        connection.sendall(data)
+        return connection
 
     def send(self, body: Any, connection: socket.socket | None = None) -> socket.socket:
         """A request on a connection of its own, whose answer nobody has read."""
@@ -215,3 +247,37 @@ def idle() -> Callable[[LLM], bool]:
         return free and scheduler.slots.num_free == scheduler.slots.num_usable
 
     return is_idle
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What a server logs at its usual level; the loggers are put back behind the test."""
+    stream = io.StringIO()
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(list(found.handlers), found.level, found.propagate) for found in loggers]
+    configure_logging("info", stream)
+    yield stream
+    logging.captureWarnings(False)
+    for found, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        found.handlers, found.propagate = handlers, propagate
+        found.setLevel(level)
+
+
+@pytest.fixture
+def answering(
+    serve: Any,
+    make_runner: Callable[..., Any],
+    scripted: Any,
+    spell: Callable[[str], list[int]],
+    tokenizer: Tokenizer,
+) -> Callable[..., Any]:
+    """answering(read, body, text, *overrides): a server whose model gives this text to prompts of
+    the body's length, and an engine's noise to others. read: of the body's protocol."""
+
+    def start(read: Callable[..., Any], body: Any, text: str, *overrides: str) -> Any:
+        (ids,) = read(body, "tiny", tokenizer, load_config(None).config.sampling).prompts
+        model = scripted(len(ids), spell(text))
+        runner = make_runner(max_model_len=4096, drafts="mixed", model=model)
+        return serve(lambda: LLM.from_runner(runner, tokenizer), *overrides)
+
+    return start

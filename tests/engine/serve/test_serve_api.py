@@ -92,6 +92,7 @@ def test_a_completion_takes_text_and_ids(client: Any, tokenizer: Tokenizer, toy:
 
 
 def test_logprobs_of_a_stream_are_those_of_the_whole(client: Any, tokenizer: Tokenizer) -> None:
+    """Case C6 among them: no top ones, with drafts."""
     fields: Any = {"model": "tiny", "temperature": 0, "max_tokens": 10}
     chat: Any = {**fields, "messages": MESSAGES, "logprobs": True}
     for num_top in (0, 2):
@@ -167,7 +168,7 @@ def test_sampling_fields_are_honoured(client: Any, tokenizer: Tokenizer, toy: An
         ),
         ("chat/completions", {"messages": MESSAGES, "model": "gpt"}, 404, "model", "'gpt'"),
         ("completions", {"prompt": ""}, 400, "prompt", "empty"),
-        ("completions", {"prompt": ["a", "b"]}, 400, "prompt", "one prompt a request"),
+        ("completions", {"prompt": ["a", 5]}, 400, "prompt", "or a list of either"),
         ("completions", {"prompt": "a", "echo": True}, 400, "echo", "echo"),
         ("completions", {"prompt": [999]}, 400, "prompt", "prompt token id 0 is 999"),
         ("completions", {"prompt": "\ud800"}, 400, "prompt", "not valid Unicode"),
@@ -209,14 +210,18 @@ def test_the_context_is_held_to(server: Any, client: Any) -> None:
 
     assert create(399, max_tokens=1).usage.completion_tokens == 1
     assert create(390).usage.completion_tokens == 10
-    for num_prompt, fields, numbers in (
-        (400, {}, ("400",)),
-        (401, {}, ("400", "401")),
-        (399, {"max_tokens": 2}, ("400", "401", "399")),
+    # Where the prompt would fit alone, what is asked for behind it is to blame.
+    for num_prompt, fields, param, numbers in (
+        (400, {}, "prompt", ("400",)),
+        (401, {}, "prompt", ("400", "401")),
+        (401, {"max_tokens": 2}, "prompt", ("400", "401")),
+        (399, {"max_tokens": 2}, "max_tokens", ("400", "401", "399")),
+        (1, {"max_tokens": 10**4299}, "max_tokens", ("400",)),
+        (1, {"max_tokens": 10**4300 - 1}, "max_tokens", ("400", "too long to print")),
     ):
         with pytest.raises(openai.BadRequestError) as refusal:
             create(num_prompt, **fields)
-        assert refusal.value.code == "context_length_exceeded" and refusal.value.param == "prompt"
+        assert refusal.value.code == "context_length_exceeded" and refusal.value.param == param
         assert all(number in str(refusal.value) for number in numbers)
     assert create(5, max_tokens=3).usage.completion_tokens == 3
 

@@ -155,13 +155,13 @@ def test_reasoning_has_its_own_field_and_count(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": "some", "tools": TOOLS}, "tool_choice"),
         ({"tools": [{"type": "web"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"tools": TOOLS * 2}, "tools"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": TOOLS, "skip_special_tokens": True}, "skip_special_tokens"),
-        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": TOOLS, "parallel_tool_calls": 0}, "parallel_tool_calls"),
         ({"thinking": True}, "thinking"),
         ({"thinking": {"type": "disabled"}, "reasoning_effort": "low"}, "reasoning_effort"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
@@ -171,7 +171,7 @@ def test_reasoning_has_its_own_field_and_count(
 )
 def test_what_a_chat_may_not_ask(fields: Any, param: str, tokenizer: Tokenizer) -> None:
     from decodegrid.configs.sampling_section import SamplingSection
-    from decodegrid.engine.chat_body import BodyError
+    from decodegrid.engine.body_fields import BodyError
 
     with pytest.raises(BodyError) as refusal:
         read_body("chat", {"messages": MESSAGES, **fields}, tokenizer, SamplingSection())

@@ -2,9 +2,8 @@
 
 import io
 import json
-import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from decodegrid.configs.load import ConfigError, load_config
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.server_keys import read_keys
-from decodegrid.engine.server_log import configure_logging
 from decodegrid.engine.tokenizer import Tokenizer
 
 KEYS = ("sk-first-0123456789", "sk-second-0123456789")
@@ -32,19 +30,6 @@ def start(serve: Any, make_runner: Callable[..., Any], tokenizer: Tokenizer) -> 
         )
 
     return make
-
-
-@pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    """What the server logs at its usual level; the loggers are put back behind the test."""
-    stream = io.StringIO()
-    loggers = [logging.getLogger(name) for name in ("decodegrid", "uvicorn")]
-    before = [(list(found.handlers), found.level, found.propagate) for found in loggers]
-    configure_logging("info", stream)
-    yield stream
-    for found, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        found.handlers, found.propagate = handlers, propagate
-        found.setLevel(level)
 
 
 def test_keys_are_asked_for_and_not_told(
@@ -173,6 +158,39 @@ def test_metrics_count_what_was_done(start: Callable[..., Any]) -> None:
     assert server.metric("decodegrid_http_responses_total", path="other", status="404") == 1
 
 
+def test_the_phases_of_requests_have_the_fields_names(start: Callable[..., Any]) -> None:
+    server = start()
+    body: Any = {"model": "tiny", "prompt": [20] * 11, "max_tokens": 20, "n": 3}
+    server.client().completions.create(**body)
+    server.client().completions.create(**{**body, "max_tokens": 1, "n": 1})
+
+    def total(name: str) -> float:
+        value: float = server.metric(f"vllm:request_{name}_seconds_sum")
+        return value
+
+    for name, count in (
+        ("request_queue_time_seconds", 2),
+        ("request_prefill_time_seconds", 2),
+        ("request_decode_time_seconds", 2),
+        ("request_inference_time_seconds", 2),
+        # One token alone has no time between tokens.
+        ("request_time_per_output_token_seconds", 1),
+        ("request_params_n", 2),
+        ("request_params_max_tokens", 2),
+    ):
+        assert server.metric(f"vllm:{name}_count") == count, name
+    assert server.metric("vllm:request_params_n_sum") == 4
+    assert server.metric("vllm:request_params_max_tokens_sum") == 21
+    inference = total("inference_time")
+    assert inference == pytest.approx(total("prefill_time") + total("decode_time"))
+    e2e = server.metric("vllm:e2e_request_latency_seconds_sum")
+    assert e2e == pytest.approx(total("queue_time") + inference)
+    for name in ("process_resident_memory_bytes", "process_open_fds"):
+        assert server.metric(name) > 0
+    for reason in ("not reading", "not asking"):
+        assert server.metric("decodegrid_connections_dropped_total", reason=reason) == 0
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -180,7 +198,7 @@ def test_metrics_count_what_was_done(start: Callable[..., Any]) -> None:
         ("server.max_body_bytes=1000", "server.max_body_bytes"),
         ("server.max_body_bytes=true", "server.max_body_bytes"),
         ("server.stall_exit_s=1", "at least server.stall_s = 60, got 1"),
-        ("server.api_keys=[a]", "did you mean"),
+        ("server.api_keys=[a]", "here it is server.api_keys_file"),
         ("server.host=", "server.host"),
     ],
 )

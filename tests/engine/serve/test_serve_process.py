@@ -26,8 +26,13 @@ from decodegrid.engine.tokenizer import Tokenizer
 
 class SlowRunner(toys.FakeRunner):
     def launch(self, *args):
-        time.sleep(0.05)
+        time.sleep(1000 if sys.argv[3] == "hangs" else 0.05)
+        if sys.argv[3] == "dies":
+            raise OSError("the device is gone")
         return super().launch(*args)
+
+from decodegrid.engine import server_process
+server_process._CLOSE_S = 0.3 if sys.argv[3] == "hangs" else server_process._CLOSE_S
 
 def build(loaded):
     if sys.argv[3] == "fail":
@@ -123,6 +128,22 @@ def test_a_start_that_fails_or_is_stopped(spawn: Callable[..., Process]) -> None
     slow.wait_for("listening on http://")
     slow.child.send_signal(signal.SIGTERM)
     assert slow.wait()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("dies", "OSError: the device is gone"), ("hangs", "no step has finished for")],
+)
+def test_an_engine_that_serves_nobody_ends_the_process(
+    spawn: Callable[..., Process], kind: str, words: str
+) -> None:
+    process = spawn(kind, "server.stall_s=0.3", "server.stall_exit_s=0.6")
+    with pytest.raises(openai.APIError):
+        next(stream_of(process, 40))
+    status, lines = process.wait()
+    assert status == 3
+    messages = [json.loads(line)["message"] for line in lines]
+    assert any(words in message for message in messages if message.startswith("the server ends"))
 
 
 def test_what_cannot_start_says_so_at_once(capsys: pytest.CaptureFixture[str]) -> None:
