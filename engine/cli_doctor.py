@@ -54,7 +54,8 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "--target",
         choices=("cpu", "sm90", "sm100"),
         help="the kernels of another kind of device, as if its libraries were installed: sm90 is "
-        "Hopper, sm100 Blackwell (default: the deployment's own device)",
+        "Hopper, sm100 Blackwell (default: the deployment's own device). Steps on CUDA run plain "
+        "torch still",
     )
     parser.set_defaults(run=_doctor)
 
@@ -65,11 +66,12 @@ def _doctor(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) 
     from decodegrid.engine.deployment_check import check_settings
 
     model = check_settings(loaded)
-    from decodegrid.engine.doctor_kernels import kernel_table
+    from decodegrid.engine.doctor_kernels import in_steps, kernel_table
 
     if args.json:
         table = kernel_table(loaded, model, args.target)
-        print(json.dumps({"facts": dict(facts(loaded)), **table.as_json()}, indent=2))
+        known = {"facts": dict(facts(loaded)), "in_steps": in_steps(table)}
+        print(json.dumps({**known, **table.as_json()}, indent=2))
         return EXIT_PROVEN
     for name, value in facts(loaded):
         _say(name, value)

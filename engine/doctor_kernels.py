@@ -91,9 +91,17 @@ def kernel_table(
     return choose(IMPLEMENTATIONS, device, shown, shape, state)
 
 
+def in_steps(table: KernelTable) -> str:
+    """Which of the chosen implementations the engine's own steps call."""
+    if table.device.target is Target.CPU:
+        return "the implementations below"
+    return "plain torch: an engine does not install the kernels below yet"
+
+
 def table_lines(table: KernelTable) -> Iterator[tuple[str, str]]:
     """(name, words) of the device, the ops with every implementation, and the libraries."""
     yield "kernels for", table.device.words
+    yield "in an engine's steps", in_steps(table)
     for op, words in lines_of(table):
         yield (f"op {op}" if op else ""), words
     for probe in table.probes:

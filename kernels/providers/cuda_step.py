@@ -268,7 +268,10 @@ def gumbel_noise(seed: Tensor, position: Tensor, temperature: Tensor, vocab_size
 def filter_logits(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor
 ) -> Tensor:
-    """`decodegrid::filter_logits` by our kernel. logits: (N, vocab) float32."""
+    """`decodegrid::filter_logits` by our kernel, which no table chooses while it is not built.
+
+    logits: (N, vocab) float32.
+    """
     out = torch.empty_like(logits)
     name = kernel_name("filter_logits", vocab=logits.shape[1])
     floats = (value.to(torch.float32) for value in (temperature, top_p))

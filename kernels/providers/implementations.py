@@ -89,7 +89,7 @@ def _fits_records(shape: StepShape) -> str:
 
 def _built(op: str, **sizes: Size) -> str:
     """ "" where there is a kernel of ours at these sizes."""
-    if TileKernel(op, "", sizes).name in {kernel.name for kernel in kernels()}:
+    if TileKernel(op, "", sizes).name in {kernel.name for kernel in kernels() if kernel.archs}:
         return ""
     words = ", ".join(f"{name} {value}" for name, value in sizes.items() if name != "page")
     return f"no kernel is built for {words}"

@@ -143,7 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", action="append", help="only this op; may be repeated")
     parser.add_argument("--ptx", action="store_true", help="keep the PTX beside each cubin")
     args = parser.parse_args(argv)
-    chosen = [kernel for kernel in kernels() if not args.op or kernel.op in args.op]
+    chosen = [
+        kernel for kernel in kernels() if kernel.archs and (not args.op or kernel.op in args.op)
+    ]
     if not chosen:
         print(f"error: no kernel of {', '.join(args.op)}", file=sys.stderr)
         return 2

@@ -36,7 +36,7 @@ def power_of_two_scale(amax, floor, reciprocal):
 
 @T.macro
 def e8m0_inverse(byte):
-    """2 ** (127 - byte) as float32, for bytes 1..253; dividing by the scale is multiplying by it."""
+    """2 ** (127 - byte) as float32, for bytes 1..253: it multiplies where a scale divides."""
     value = T.reinterpret((254 - byte) << 23, T.float32)
     return value
 

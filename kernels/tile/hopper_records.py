@@ -44,7 +44,8 @@ def hopper_value(pool, block, place, channel, page):
     base = place * DATA_BYTES
     result = T.alloc_var(T.float32)
     if channel < PLAIN:
-        scale = T.cast(pool[block, page * DATA_BYTES + place * SCALE_BYTES + channel // BLOCK], T.int32)
+        scale_at = page * DATA_BYTES + place * SCALE_BYTES + channel // BLOCK
+        scale = T.cast(pool[block, scale_at], T.int32)
         result = e4m3_value(T.cast(pool[block, base + channel], T.int32)) * e8m0_value(scale)
     else:
         at = base + PLAIN + (channel - PLAIN) * 2

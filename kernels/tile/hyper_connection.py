@@ -15,7 +15,7 @@ import tilelang.language as T
 
 @T.macro
 def scale_lines(matrix, copies, eps, across, down):
-    """Divide each line by its sum + eps; element (i, j) of line i stands at i * across + j * down."""
+    """Divide each line by its sum + eps; element j of line i stands at i * across + j * down."""
     for i in T.unroll(copies):
         divisor = T.alloc_var(T.float32, init=0.0)
         for j in T.unroll(copies):

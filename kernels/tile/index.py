@@ -1,7 +1,8 @@
 """Index rows and step metadata: what each query token reads and where it stores.
 
 Owns the integer kernels between a step's slot state and its attention. Absent places are -1 and
-stay so. Row numbers are int64 in the project's buffers and int32 where FlashMLA reads them (`kind`).
+stay so. Row numbers are int64 in the project's buffers and int32 where FlashMLA reads them
+(`kind`).
 
 * `convert_index`: entries of a request, ids (t, k) int32, to pool rows through its block table.
 * `expand_ranges`: two (offset, length) segments per row to one dense row of `width` places.

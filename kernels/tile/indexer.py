@@ -1,8 +1,8 @@
 """Which compressed entries a query attends to: scores, candidate blocks, exact top-k.
 
-Owns the kernels that together equal `select_entries` of kernels/select_entries.py, with `convert_index`
-of index.py last. Scores are (t, capacity) float32; what lies past a token's length is never read
-and, but for the rest of the last tile, never written.
+Owns the kernels that together equal `select_entries` of kernels/select_entries.py, with
+`convert_index` of index.py last. Scores are (t, capacity) float32; what lies past a token's length
+is never read and, but for the rest of the last tile, never written.
 
 * `index_logits`: sum over heads of weight * relu(query . key), keys expanded from Q4X or Q8 records
   of a paged pool into bfloat16, the product on tensor cores. The grid is fixed; blocks of a token
@@ -183,8 +183,8 @@ def select_threshold(k: int, unit: int = 1, threads: int = 256, index_bits: int 
 
 
 def mark_blocks(block: int, splits: int = 8, threads: int = 128) -> Any:
-    """best (t, blocks) float32; level (t,) float32 and bound (t,) int32, as `select_threshold` gives
-    them; lengths (t,) int64 entries; candidates (t, capacity) bool, written below the length:
+    """best (t, blocks) float32; level (t,) float32 and bound (t,) int32, as `select_threshold`
+    gives them; lengths (t,) int64 entries; candidates (t, capacity) bool, written below the length:
     whether the entry's block is kept."""
     t, capacity, blocks = T.dynamic("t"), T.dynamic("capacity"), T.dynamic("blocks")
 

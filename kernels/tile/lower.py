@@ -36,7 +36,7 @@ class Launch:
     tensors: list[dict[str, Any]]
     """name, dtype and shape of each tensor in call order; a shape has numbers and size names."""
     arguments: list[str]
-    """What the function takes, in order: the name of a tensor (its pointer) or of a size (int32)."""
+    """What the function takes, in order: names of tensors (their pointers) and of sizes (int32)."""
     grid: list[str]
     """Three expressions in the size names, Python integer arithmetic."""
     block: list[int]

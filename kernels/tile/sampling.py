@@ -1,18 +1,15 @@
-"""Choice of tokens: the counter noise and the filters.
+"""Choice of tokens: the counter noise.
 
-Owns three kernels over rows (n, vocab):
+Owns two kernels over rows (n, vocab):
 
 * `uniform_bits`: the 32 hash bits of every token id, as int32; bit for bit `uniform_bits` of
   kernels/sampling.py.
 * `gumbel_noise`: standard Gumbel noise from those bits, zero rows where the temperature is 0. The
   logarithms are the series of the native CPU kernel, so that no maths library decides the bits.
-* `filter_logits`: temperature, then min-p, top-p and top-k over one order, descending by logit,
-  ties by token id. No sort: the lowest key that is kept is found bit by bit, then the bound of the
-  token ids among its ties. Masses are float32 and summed in float64.
 
-seed and position are int64; temperature, top_p and min_p float32; top_k int64.
+seed and position are int64; temperature is float32.
 
-Source: kernels/sampling.py, kernels/filters.py and kernels/csrc/noise.cpp.
+Source: kernels/sampling.py and kernels/csrc/noise.cpp.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 
 Owns data alone and imports no TileLang. A `TileOp` is one kernel family as an op: its arguments are
 the kernel's, in order, all tensors; what is written is preallocated by the caller and marked in the
-schema. A `TileKernel` is an op at fixed sizes: one CUDA function. Rows, tokens, slots and pool sizes
-are read from the tensors at the call.
+schema. A `TileKernel` is an op at fixed sizes: one CUDA function. Rows, tokens, slots and pool
+sizes are read from the tensors at the call.
 
 Two models are built: V4.1-Flash as released, and the embedded one.
 """
@@ -42,6 +42,7 @@ class TileKernel:
     """flash, tiny."""
     sizes: dict[str, Size] = field(hash=False)
     archs: tuple[str, ...] = ARCHS
+    """What it is built for; none where the CPU route is all there is."""
 
     @property
     def name(self) -> str:
@@ -239,8 +240,8 @@ class _Model:
 
 
 _FLASH = _Model(
-    "flash", (1280, 2304, 4096, 5120, 6144, 8192, 15360), 5120, 64, 512, 32, 128, 512, 2048, 128, 128,
-    129280, ((384, 4608, 5120), (384, 5120, 2304), (128, 4608, 5120), (128, 5120, 2304)),
+    "flash", (1280, 2304, 4096, 5120, 6144, 8192, 15360), 5120, 64, 512, 32, 128, 512, 2048, 128,
+    128, 129280, ((384, 4608, 5120), (384, 5120, 2304), (128, 4608, 5120), (128, 5120, 2304)),
 )
 _TINY = _Model(
     "tiny", (128, 256), 256, 8, 64, 16, 32, 64, 12, 64, 64, 2048,
@@ -287,8 +288,10 @@ def _kernels(model: _Model) -> Iterator[TileKernel]:
     )
     yield make("split_lengths", num_drafts=model.num_drafts, max_rows=model.max_rows)
     yield make("accept", num_drafts=model.num_drafts, stop_ids=8)
-    for op in ("uniform_bits", "gumbel_noise", "filter_logits"):
+    for op in ("uniform_bits", "gumbel_noise"):
         yield make(op, vocab=model.vocab)
+    # TileLang had not lowered it to CUDA after two minutes: it is known on the CPU route alone.
+    yield TileKernel("filter_logits", model.name, {"vocab": model.vocab}, ())
     yield make("compress_pairs", dim=model.head_dim)
     yield make("block_scores", block=8)
     yield make("select_threshold", k=model.candidate_blocks, unit=8)
@@ -308,7 +311,7 @@ def _kernels(model: _Model) -> Iterator[TileKernel]:
 
 
 def kernels() -> tuple[TileKernel, ...]:
-    """All kernels that are built, each name once."""
+    """All kernels, each name once; one without `archs` is not built."""
     made: dict[str, TileKernel] = {}
     for model in (_FLASH, _TINY):
         for kernel in _kernels(model):

@@ -71,6 +71,7 @@ def test_what_is_printed(
     assert ops == {f"op {item.op}" for item in IMPLEMENTATIONS} > {f"op {o}" for o in native.OPS}
     assert found["op linear"] == "native: C++ linear (built at the first start)"
     assert found["op attention"].startswith("reference: torch")
+    assert found["in an engine's steps"] == "the implementations below"
     assert {f"library {item.name}" for item in PACKAGES} <= set(found)
 
 
@@ -115,6 +116,8 @@ def test_another_device(config: Path, capsys: pytest.CaptureFixture[str]) -> Non
         table = json.loads(capsys.readouterr().out)
         found[target] = {row["op"]: row["chosen"] for row in table["ops"]}
         assert table["device"]["target"] == target
+        # The choice is not what an engine on CUDA runs, and the output says so.
+        assert table["in_steps"].startswith("the impl" if target == "cpu" else "plain torch")
     assert found["cpu"]["sinkhorn"] == "native"
     assert found["sm90"]["sinkhorn"] == found["sm100"]["sinkhorn"] == "tilelang"
     assert found["sm90"]["linear"] == found["sm100"]["linear"] == "library"

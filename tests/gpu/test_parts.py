@@ -123,6 +123,7 @@ def cpu_route() -> Any:
     return module
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("kernel", WITH_CASES, ids=lambda kernel: kernel.name)
 def test_cases_hold_on_the_cpu(kernel: Any, cpu_route: Any) -> None:
     """What a card will be asked, asked of the same sources' CPU form."""
@@ -170,6 +171,7 @@ def test_a_scene_runs_and_comes_back(scene: Scene) -> None:
     assert not torch.equal(found[0]["slots.seq_len"], before["slots.seq_len"])
 
 
+@pytest.mark.kernels
 def test_plain_torch_gives_the_same_logits(scene: Scene) -> None:
     before = scene.snapshot()
     scene.ask(2, 7)

@@ -19,6 +19,8 @@ from decodegrid.kernels.quant import quantise_fp8_rows, quantise_fp8_weight, qua
 from decodegrid.kernels.records import RecordFormat, encode_records, record_bytes
 from decodegrid.kernels.tile.table import OPS as TILE_OPS
 
+pytestmark = pytest.mark.kernels
+
 IMPLEMENTED = ("test_schema", "test_faketensor", "test_autograd_registration")
 ROWS = (0, 1, 2, 48)
 """No row, one, the least symbolic size, and a large step."""

@@ -134,7 +134,7 @@ def _flat_signature(function, tirx):
 
 
 def _exact_constants(function, tirx):
-    """The function with each float32 constant given by its bits: the C printer keeps seven digits."""
+    """The function with float32 constants given by their bits: the C printer keeps seven digits."""
 
     def by_bits(constant):
         if str(constant.dtype) != "float32":

@@ -12,6 +12,8 @@ from decodegrid.kernels.quant import (
     quantise_q8,
 )
 
+pytestmark = pytest.mark.kernels
+
 ROWS = (0, 1, 5, 16, 37)
 POISON = 0xA5
 

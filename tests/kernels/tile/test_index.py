@@ -7,6 +7,8 @@ from decodegrid.graphs.regions_metadata import TOKEN_OUTS, metadata_regions
 from decodegrid.graphs.state import Capacity, compressor_ring_len, window_ring_len
 from decodegrid.kernels.select_entries import entry_rows
 
+pytestmark = pytest.mark.kernels
+
 
 def draw(seed, low, high, shape):
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))

@@ -12,6 +12,8 @@ from decodegrid.kernels.indexer import (
 from decodegrid.kernels.records import RecordFormat, decode_records, encode_records, round_records
 from decodegrid.kernels.select_entries import CandidateMode, entry_rows, select_entries
 
+pytestmark = pytest.mark.kernels
+
 INF = float("inf")
 
 

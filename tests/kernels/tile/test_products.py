@@ -10,6 +10,8 @@ from decodegrid.kernels.records import RecordFormat, encode_records, record_byte
 from decodegrid.kernels.sparse_attention import gathered_attention
 from decodegrid.kernels.tile.hopper_records import page_bytes
 
+pytestmark = pytest.mark.kernels
+
 
 def draw(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

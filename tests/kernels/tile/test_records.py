@@ -7,6 +7,8 @@ from decodegrid.kernels.quant import decode_e4m3, decode_e8m0, encode_e4m3, quan
 from decodegrid.kernels.records import RecordFormat, encode_records, record_bytes, take_records
 from decodegrid.kernels.tile.hopper_records import page_bytes
 
+pytestmark = pytest.mark.kernels
+
 POISON = 0xFF
 CASES = [
     (RecordFormat.Q8, 512), (RecordFormat.Q8, 64), (RecordFormat.Q4N, 512),

@@ -6,6 +6,8 @@ import torch
 from decodegrid.kernels.filters import filter_logits
 from decodegrid.kernels.sampling import gumbel_noise, gumbel_noise_op, uniform_bits
 
+pytestmark = pytest.mark.kernels
+
 SEEDS = [0, 1, 2**31 - 1, 2**32, 2**63 - 1, 123456789012345678]
 POSITIONS = [0, 1, 7, 2**21 - 1, 2**28 - 1, 2**31 + 5]
 
@@ -60,7 +62,8 @@ def test_filters(tile, vocab, kind):
     logits[:, 1] = -0.0
     logits[0, 3:] = -torch.inf
     heat = torch.tensor([0.7, 1.3, 0.0]).repeat(len(FILTERS))
-    top_p, top_k, min_p = (torch.tensor(part).repeat_interleave(3) for part in zip(*FILTERS, strict=True))
+    parts = zip(*FILTERS, strict=True)
+    top_p, top_k, min_p = (torch.tensor(part).repeat_interleave(3) for part in parts)
     out = torch.full_like(logits, torch.nan)
     tile("filters.filter_logits", vocab=vocab)(logits, heat, top_p, top_k, min_p, out)
     expected = filter_logits(logits, heat, top_p, top_k, min_p)

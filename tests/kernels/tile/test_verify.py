@@ -7,6 +7,8 @@ from decodegrid.graphs.regions_verify import verify_regions
 from decodegrid.graphs.state import Capacity
 from decodegrid.kernels.verify import split_verify_lengths, survival
 
+pytestmark = pytest.mark.kernels
+
 DRAFTS = 5
 
 
