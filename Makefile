@@ -26,7 +26,8 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 CHECKED_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow soak soak-http aiperf fuzz browser packaging bench check typing wheel setup clean check-machine
+.PHONY: help demo test slow soak soak-http aiperf fuzz browser packaging kernels cubins \
+        check-libraries bench check typing wheel setup clean check-machine
 
 help:
 	@echo "make demo        set up, capture the grid of the embedded model, decode three prompts"
@@ -38,6 +39,9 @@ help:
 	@echo "make fuzz        FUZZ_EXAMPLES random bodies and deployments for each property"
 	@echo "make browser     the report page in Chromium (Debian: chromium, chromium-driver)"
 	@echo "make packaging   the tests that build the wheel"
+	@echo "make kernels     values of the CUDA kernels on the CPU, traces of the CUDA step: minutes"
+	@echo "make cubins      every CUDA kernel with nvcc, without a GPU"
+	@echo "make check-libraries  the calls of the wrappers against the libraries' own packages"
 	@echo "make check       ruff and mypy"
 	@echo "make typing      links that let type checkers and editors see decodegrid.<folder>"
 	@echo "make bench       the decode benchmark, as ratios"
@@ -80,6 +84,15 @@ browser: .venv/.ready-dev
 
 packaging: .venv/.ready-dev
 	$(BIN)/python -m pytest -q -m packaging
+
+kernels: .venv/.ready-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m kernels
+
+cubins: .venv/.ready-dev
+	$(BIN)/python -m pytest -q -m cubins
+
+check-libraries: .venv/.ready-dev
+	$(BIN)/python -m tests.kernels.providers.check_libraries
 
 bench: .venv/.ready-run
 	$(BIN)/python -m benchmarks.decode

@@ -1,14 +1,15 @@
 """`decodegrid doctor`: what runs here and with what, and whether it computes the right thing.
 
-Owns what is printed and the exit status: 0 in order, 1 where a proof fails, 2 for bad input.
-Imports torch only when it runs.
+Owns what is printed and the exit status: 0 in order, 1 where a proof fails, 2 for bad input. The
+table of kernels comes from doctor_kernels.py. Imports torch only when it runs.
 """
 
 import argparse
+import json
 import subprocess
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.cli_options import (
@@ -18,6 +19,9 @@ from decodegrid.engine.cli_options import (
 )
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.terminal_text import printable
+
+if TYPE_CHECKING:
+    from decodegrid.kernels.providers.registry import KernelTable
 
 EXIT_PROVEN = 0
 EXIT_NOT_PROVEN = 1
@@ -31,15 +35,27 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "doctor",
         help="say what runs here, and prove what is captured",
         description="Print versions, device, compiler, cache directory and the implementation of "
-        "each op. With --self-test start the deployment and prove its captured graphs on this "
-        "device: each equals the plain step, pads reach nothing, every batch has a graph, nothing "
-        "is compiled later. Exit status: 0 in order, 1 a proof failed, 2 bad input.",
+        "each op, with the reason why not another and what to install for it. With --self-test "
+        "start the deployment and prove its captured graphs on this device: each equals the plain "
+        "step, pads reach nothing, every batch has a graph, nothing is compiled later. Exit "
+        "status: 0 in order, 1 a proof failed, 2 bad input.",
         allow_abbrev=False,
     )
     add_config_options(parser)
     add_package_option(parser)
-    parser.add_argument(
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
         "--self-test", action="store_true", help="start the deployment and prove its graphs"
+    )
+    form.add_argument(
+        "--json", action="store_true", help="the same as one JSON object: facts, ops, libraries"
+    )
+    parser.add_argument(
+        "--target",
+        choices=("cpu", "sm90", "sm100"),
+        help="the kernels of another kind of device, as if its libraries were installed: sm90 is "
+        "Hopper, sm100 Blackwell (default: the deployment's own device). Steps on CUDA run plain "
+        "torch still",
     )
     parser.set_defaults(run=_doctor)
 
@@ -49,17 +65,25 @@ def _doctor(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) 
     # Imported here: the other commands check their arguments before torch is loaded.
     from decodegrid.engine.deployment_check import check_settings
 
-    check_settings(loaded)
+    model = check_settings(loaded)
+    from decodegrid.engine.doctor_kernels import in_steps, kernel_table
+
+    if args.json:
+        table = kernel_table(loaded, model, args.target)
+        known = {"facts": dict(facts(loaded)), "in_steps": in_steps(table)}
+        print(json.dumps({**known, **table.as_json()}, indent=2))
+        return EXIT_PROVEN
     for name, value in facts(loaded):
         _say(name, value)
     if not args.self_test:
-        _say_ops(loaded)
+        _say_kernels(kernel_table(loaded, model, args.target))
         return EXIT_PROVEN
     from decodegrid.engine.build import build_runner
     from decodegrid.engine.proofs import run_proofs
 
     runner = build_runner(loaded)
-    _say_ops(loaded)
+    # Behind the start, so that it says which native kernels were loaded.
+    _say_kernels(kernel_table(loaded, model, args.target))
     print(runner.start_up_report.splitlines()[-1], flush=True)
     report = run_proofs(runner, loaded.config.speculation.draft_temperatures)
     print(report.format())
@@ -110,34 +134,11 @@ def _first_line(command: list[str]) -> str:
     return next(iter(done.stdout.splitlines()), f"exit status {done.returncode}")
 
 
-def op_rows(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    """(op, implementation and why) of every op, as steps of the deployment run it.
+def _say_kernels(table: "KernelTable") -> None:
+    from decodegrid.engine.doctor_kernels import table_lines
 
-    Loads and builds no native kernels: those that start-up would take are looked for.
-    """
-    from decodegrid.capture.package import NATIVE
-    from decodegrid.kernels.native import OPS, has_native_kernels, library_path
-
-    name = library_path(Path()).name
-    places = [("cache directory", loaded.cache_dir / name)]
-    if loaded.package_dir is not None:
-        places.insert(0, ("package", loaded.package_dir / NATIVE / name))
-    place = next((where for where, path in places if path.exists()), None)
-    if loaded.config.model.device != "cpu":
-        words = "plain torch: the native kernels are for the CPU"
-    elif has_native_kernels():
-        words = f"native ({name}, loaded)"
-    elif place is not None:
-        words = f"native ({name} in the {place})"
-    else:
-        words = "plain torch: the native kernels are built at the first start"
-    for op in OPS:
-        yield op, words
-
-
-def _say_ops(loaded: LoadedConfig) -> None:
-    for name, words in op_rows(loaded):
-        _say(f"op {name}", words)
+    for name, words in table_lines(table):
+        _say(name, words)
 
 
 def _say(name: str, value: str) -> None:

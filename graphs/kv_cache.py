@@ -16,17 +16,8 @@ import torch
 from torch import Tensor
 
 from decodegrid.graphs.model_config import ModelConfig
-from decodegrid.kernels.records import (
-    CHANNEL_MULTIPLE,
-    RecordFormat,
-    encode_records,
-    encode_records_op,
-    record_bytes,
-    round_records,
-    round_records_op,
-    take_records,
-    take_records_op,
-)
+from decodegrid.kernels.records import CHANNEL_MULTIPLE, RecordFormat, record_bytes
+from decodegrid.kernels.step_kernels import OPS, PLAIN, StepKernels, Store
 
 KvCache = Literal["compute", "v41"]
 """`compute`: keys in the model's dtype. `v41`: records of FP8 and FP4 codes."""
@@ -61,15 +52,28 @@ class KeyCodec:
     """Stored rows, index (T, N), format, dim, dtype -> keys (T, N, dim), zeros where it is -1."""
     round: Rounding
     """Of what is read without being stored."""
+    store: Store
+    """Rows written, index (T,), keys (T, dim), format."""
+
+
+def _store_encoded(encode: Rounding) -> Store:
+    def store(rows: Tensor, index: Tensor, keys: Tensor, format: int) -> None:
+        rows[index] = encode(keys, format)
+
+    return store
+
+
+def step_codec(kv_cache: KvCache, kernels: StepKernels) -> KeyCodec:
+    """The codec of a deployment's steps, with these kernels."""
+    if kv_cache == "compute":
+        return KeyCodec(keep_values, _take_values, keep_values, _store_encoded(keep_values))
+    store = _store_encoded(kernels.encode) if kernels.store is None else kernels.store
+    return KeyCodec(kernels.encode, kernels.take, kernels.round, store)
 
 
 def key_codec(kv_cache: KvCache, *, as_ops: bool) -> KeyCodec:
     """The codec of a deployment; `as_ops` calls native ops if any."""
-    if kv_cache == "compute":
-        return KeyCodec(keep_values, _take_values, keep_values)
-    if as_ops:
-        return KeyCodec(encode_records_op, take_records_op, round_records_op)
-    return KeyCodec(encode_records, take_records, round_records)
+    return step_codec(kv_cache, OPS if as_ops else PLAIN)
 
 
 def key_columns(kv_cache: KvCache, format: RecordFormat, dim: int) -> int:

@@ -22,20 +22,31 @@ from decodegrid.graphs.regions_rich import rich_regions
 from decodegrid.graphs.regions_verify import verify_regions
 from decodegrid.graphs.state import Capacity
 from decodegrid.kernels.select_entries import select_entries_op
+from decodegrid.kernels.step_kernels import OPS, PLAIN, StepKernels
 
 
 def build_regions(
-    config: ModelConfig, capacity: Capacity, *, as_ops: bool
+    config: ModelConfig,
+    capacity: Capacity,
+    *,
+    as_ops: bool,
+    kernels: StepKernels | None = None,
 ) -> dict[str, RegionSpec]:
-    """Every region of this model and deployment by name; `as_ops` calls native ops if any."""
+    """Every region of this model and deployment by name.
+
+    as_ops: call opaque ops, native ones if any, instead of what a compiler can look into.
+    kernels: what the regions close over; None takes the CPU's, in the form that `as_ops` says.
+    """
+    if kernels is None:
+        kernels = OPS if as_ops else PLAIN
     specs: dict[str, RegionSpec] = {}
     specs.update(metadata_regions(config, capacity))
-    specs.update(mix_regions(config, as_ops=as_ops))
-    specs.update(attention_regions(config, capacity.kv_cache, as_ops=as_ops))
-    specs.update(moe_regions(config, with_drafter=capacity.num_draft_tokens > 0, as_ops=as_ops))
-    specs.update(output_regions(config, as_ops=as_ops))
+    specs.update(mix_regions(config, kernels))
+    specs.update(attention_regions(config, capacity.kv_cache, kernels))
+    specs.update(moe_regions(config, kernels, with_drafter=capacity.num_draft_tokens > 0))
+    specs.update(output_regions(config, kernels))
     specs.update(verify_regions(config, capacity))
-    specs.update(draft_regions(config, capacity, as_ops=as_ops))
+    specs.update(draft_regions(config, capacity, kernels))
     specs.update(rich_regions(config, capacity))
     specs.update(bounded_regions(config, capacity.bounded_replay))
     if config.kv_source_layer_ids:

@@ -10,29 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decodegrid.graphs.kv_cache import key_codec
+from decodegrid.graphs.kv_cache import step_codec
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.graphs.regions_layer import RegionSpec, spec
 from decodegrid.graphs.state import Capacity, window_ring_len
 from decodegrid.kernels.filters import filter_logits_op
 from decodegrid.kernels.hyper_connection import hc_pre
 from decodegrid.kernels.norm_rope import apply_rope, island, rms_norm, rope_angles
-from decodegrid.kernels.products import (
-    Matrix,
-    from_flat_list,
-    last_rows,
-    project,
-    project_op,
-)
+from decodegrid.kernels.products import Matrix, from_flat_list, last_rows
 from decodegrid.kernels.records import RecordFormat
 from decodegrid.kernels.rejection import TokenSampling, draw_draft
 from decodegrid.kernels.sampling import choose_scaled
+from decodegrid.kernels.step_kernels import StepKernels
 
 
-def output_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
+def output_regions(config: ModelConfig, kernels: StepKernels) -> dict[str, RegionSpec]:
     """Head and row copies."""
-    eps = config.rms_norm_eps
-    product = project_op if as_ops else project
+    eps, product = config.rms_norm_eps, kernels.project
 
     def head(
         stream: Tensor, pre: Tensor, norm: Tensor, weight: Tensor, logits_out: Tensor
@@ -63,7 +57,7 @@ def output_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec
 
 
 def draft_regions(
-    config: ModelConfig, capacity: Capacity, *, as_ops: bool
+    config: ModelConfig, capacity: Capacity, kernels: StepKernels
 ) -> dict[str, RegionSpec]:
     """Taps, context keys, the drafter's metadata and its heads."""
     if capacity.num_draft_tokens == 0:
@@ -72,8 +66,8 @@ def draft_regions(
     ring = window_ring_len(config, capacity.num_draft_tokens, capacity.window_slack)
     offered, noise = capacity.num_draft_tokens, config.dspark_noise_token_id
     vocab = config.vocab_size
-    encode, q8 = key_codec(capacity.kv_cache, as_ops=as_ops).encode, int(RecordFormat.Q8)
-    product = project_op if as_ops else project
+    keep, q8 = step_codec(capacity.kv_cache, kernels).store, int(RecordFormat.Q8)
+    product = kernels.project
 
     def tap(stream: Tensor, tap_out: Tensor) -> None:
         tap_out.copy_(island(stream).mean(1))
@@ -90,7 +84,7 @@ def draft_regions(
         ):
             cos, sin = rope_angles(positions, frequency)
             keys = rms_norm(product(context, last_rows(weight, norm.shape[0])), norm, eps)
-            ring_out[store] = encode(apply_rope(keys, cos, sin), q8)
+            keep(ring_out, store, apply_rope(keys, cos, sin), q8)
 
     def draft_metadata(
         slots: Tensor, last_token: Tensor, seq_len: Tensor, input_ids: Tensor, positions: Tensor,

@@ -14,25 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decodegrid.graphs.kv_cache import KvCache, key_codec
+from decodegrid.graphs.kv_cache import KvCache, step_codec
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.kernels.engram import engram_gate, hash_rows
-from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre, sinkhorn, sinkhorn_op
+from decodegrid.kernels.hyper_connection import hc_mix, hc_post, hc_pre
 from decodegrid.kernels.moe import route, swiglu
 from decodegrid.kernels.norm_rope import apply_rope, island, rms_norm, rope_angles
-from decodegrid.kernels.products import (
-    Matrix,
-    project,
-    project_groups,
-    project_groups_op,
-    project_op,
-    run_experts,
-    run_experts_op,
-    table_rows,
-    table_rows_op,
-)
+from decodegrid.kernels.products import Matrix
 from decodegrid.kernels.records import RecordFormat
 from decodegrid.kernels.sparse_attention import gathered_attention
+from decodegrid.kernels.step_kernels import StepKernels
 
 Region = Callable[..., None]
 TOKENS = (0,)
@@ -54,13 +45,11 @@ def spec(function: Region, *names: str, variants: int = 1) -> RegionSpec:
     return RegionSpec(function, dict.fromkeys(names, TOKENS), variants=variants)
 
 
-def mix_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
+def mix_regions(config: ModelConfig, kernels: StepKernels) -> dict[str, RegionSpec]:
     """Embedding, mHC collapse and Engram."""
     norm_eps, hc_eps = config.rms_norm_eps, config.hc_eps
     iters, heads = config.hc_sinkhorn_iters, config.engram_n_heads
-    rounds = sinkhorn_op if as_ops else sinkhorn
-    product = project_op if as_ops else project
-    look_up = table_rows_op if as_ops else table_rows
+    rounds, product, look_up = kernels.sinkhorn, kernels.project, kernels.table_rows
 
     def embed(input_ids: Tensor, table: Tensor, stream_out: Tensor, pre_out: Tensor) -> None:
         rows = F.embedding(input_ids, table)
@@ -102,18 +91,17 @@ def mix_regions(config: ModelConfig, *, as_ops: bool) -> dict[str, RegionSpec]:
 
 
 def attention_regions(
-    config: ModelConfig, kv_cache: KvCache, *, as_ops: bool
+    config: ModelConfig, kv_cache: KvCache, kernels: StepKernels
 ) -> dict[str, RegionSpec]:
     """Projections in, sources, index queries, attention cores, projection out."""
-    codec = key_codec(kv_cache, as_ops=as_ops)
-    encode, take, rounded = codec.encode, codec.take, codec.round
+    codec = step_codec(kv_cache, kernels)
+    keep, take, rounded = codec.store, codec.take, codec.round
+    attend = kernels.attend if kv_cache == "v41" else None
     q8, q4n, q4x = int(RecordFormat.Q8), int(RecordFormat.Q4N), int(RecordFormat.Q4X)
     eps, rank, heads = config.rms_norm_eps, config.q_lora_rank, config.num_attention_heads
     index_heads, groups = config.index_n_heads, config.o_groups
     hc_eps, iters = config.hc_eps, config.hc_sinkhorn_iters
-    rounds = sinkhorn_op if as_ops else sinkhorn
-    product = project_op if as_ops else project
-    group_product = project_groups_op if as_ops else project_groups
+    rounds, product, group_product = kernels.sinkhorn, kernels.project, kernels.project_groups
 
     def attn_in(
         x: Tensor, positions: Tensor, store: Tensor, w_in: Matrix, q_norm: Tensor, wq_b: Matrix,
@@ -127,7 +115,7 @@ def attention_regions(
         low_rank_out.copy_(low_rank)
         query_out.copy_(apply_rope(query, cos.unsqueeze(1), sin.unsqueeze(1)))
         keys = apply_rope(rms_norm(joined[:, rank:], kv_norm, eps), cos, sin)
-        window_out[store] = encode(keys, q8)
+        keep(window_out, store, keys, q8)
 
     def source_one(
         x: Tensor, positions: Tensor, entry_store: Tensor, w_in: Tensor, norm: Tensor,
@@ -135,9 +123,9 @@ def attention_regions(
     ) -> None:
         latent = rms_norm(product(x, w_in), norm, eps)
         cos, sin = rope_angles(positions, frequencies)
-        pool_out[entry_store] = encode(apply_rope(latent, cos, sin), q4n)
+        keep(pool_out, entry_store, apply_rope(latent, cos, sin), q4n)
         index = apply_rope(rms_norm(product(latent, wk), k_norm, eps), cos, sin)
-        index_out[entry_store] = encode(index, q4x)
+        keep(index_out, entry_store, index, q4x)
 
     def source_two_in(
         x: Tensor, store: Tensor, w_in: Tensor, compressor_out: Tensor
@@ -156,9 +144,9 @@ def attention_regions(
         pooled = weight * early[:, dim:] + (1.0 - weight) * late[:, dim:]
         latent = rms_norm(pooled.to(norm.dtype), norm, eps)
         cos, sin = rope_angles(positions - positions % 2, frequencies)
-        pool_out[entry_store] = encode(apply_rope(latent, cos, sin), q4n)
+        keep(pool_out, entry_store, apply_rope(latent, cos, sin), q4n)
         index = apply_rope(rms_norm(product(latent, wk), k_norm, eps), cos, sin)
-        index_out[entry_store] = encode(index, q4x)
+        keep(index_out, entry_store, index, q4x)
 
     def index_in(
         x: Tensor, low_rank: Tensor, positions: Tensor, wq_b: Matrix, weights_proj: Tensor,
@@ -173,6 +161,9 @@ def attention_regions(
     def attend_window(
         query: Tensor, window: Tensor, window_index: Tensor, sink: Tensor, attended_out: Tensor
     ) -> None:
+        if attend is not None:
+            attended_out.copy_(attend(query, window, window_index, None, None, sink))
+            return
         keys = take(window, window_index, q8, query.shape[2], query.dtype)
         attended_out.copy_(gathered_attention(query, keys, window_index >= 0, sink))
 
@@ -180,6 +171,9 @@ def attention_regions(
         query: Tensor, window: Tensor, window_index: Tensor, pool: Tensor, entry_index: Tensor,
         sink: Tensor, attended_out: Tensor,
     ) -> None:
+        if attend is not None:
+            attended_out.copy_(attend(query, window, window_index, pool, entry_index, sink))
+            return
         near = take(window, window_index, q8, query.shape[2], query.dtype)
         far = take(pool, entry_index, q4n, query.shape[2], query.dtype)
         keys = torch.cat((near, far), 1)
@@ -238,12 +232,13 @@ def attention_regions(
     return specs
 
 
-def moe_regions(config: ModelConfig, *, with_drafter: bool, as_ops: bool) -> dict[str, RegionSpec]:
+def moe_regions(
+    config: ModelConfig, kernels: StepKernels, *, with_drafter: bool
+) -> dict[str, RegionSpec]:
     """MoE sublayer with the stream update."""
     limit, scaling = config.swiglu_limit, config.routed_scaling_factor
     normalise = config.norm_topk_prob
-    experts = run_experts_op if as_ops else run_experts
-    product = project_op if as_ops else project
+    experts, product = kernels.run_experts, kernels.project
 
     def make(top_k: int) -> Region:
         def moe(

@@ -9,6 +9,7 @@ Data flow: a region picks its forms once, and hands over activations and weights
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -82,7 +83,9 @@ def last_rows(weight: Matrix, count: int) -> Matrix:
     """The last `count` outputs of a joined matrix whose other outputs end with a tile."""
     if isinstance(weight, Tensor):
         return weight[-count:]
-    return [weight[0][-count:], weight[1][-num_scales(count) :]]
+    # A library's layout has scales for every row, not for every tile of rows.
+    scales = count if weight[1].dtype == torch.int32 else num_scales(count)
+    return [weight[0][-count:], weight[1][-scales:]]
 
 
 def as_flat_list(weights: list[Matrix]) -> list[Tensor]:

@@ -67,8 +67,7 @@ def select_entries(
     """
     top_k = entry_out.shape[1]
     entry_out.fill_(-1)
-    longest = int(lengths.max())
-    if longest == 0:
+    if lengths.numel() == 0 or int(lengths.max()) == 0:
         return
     slots, counts = torch.unique_consecutive(token_slot, return_counts=True)
     start = 0

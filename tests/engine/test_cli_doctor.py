@@ -1,5 +1,7 @@
 """`decodegrid doctor`: what it prints, the self-test, and exit statuses."""
 
+import json
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +15,8 @@ from decodegrid.engine import build, cli_doctor
 from decodegrid.engine.cli import main
 from decodegrid.engine.runner import Runner
 from decodegrid.kernels import native
+from decodegrid.kernels.providers.implementations import IMPLEMENTATIONS
+from decodegrid.kernels.providers.packages import PACKAGES
 
 YAML = """
 model: {dtype: float64}
@@ -64,8 +68,60 @@ def test_what_is_printed(
     assert found["cache directory"] == f"{config.parent / 'cache'} (not there yet)"
     assert found["deployment"] == str(config)
     ops = {name for name in found if name.startswith("op ")}
-    assert ops == {f"op {name}" for name in native.OPS}
-    assert found["op linear"] == "plain torch: the native kernels are built at the first start"
+    assert ops == {f"op {item.op}" for item in IMPLEMENTATIONS} > {f"op {o}" for o in native.OPS}
+    assert found["op linear"] == "native: C++ linear (built at the first start)"
+    assert found["op attention"].startswith("reference: torch")
+    assert found["in an engine's steps"] == "the implementations below"
+    assert {f"library {item.name}" for item in PACKAGES} <= set(found)
+
+
+def test_every_other_implementation_has_its_reason(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--config", str(config)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = lines.index(next(line for line in lines if line.startswith("op linear ")))
+    assert [line[27:] for line in lines[place + 1 : place + 3]] == [
+        "not library, DeepGEMM bf16_gemm_nt: for sm90, sm100",
+        "not reference, torch linear: native comes first",
+    ]
+
+
+def test_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole of it, the same at each call, and nothing optional imported."""
+    texts = []
+    for _ in range(2):
+        assert main(["doctor", "--json", "--config", str(config)]) == 0
+        out, err = capsys.readouterr()
+        texts.append(out)
+        assert err == ""
+    assert texts[0] == texts[1]
+    found = json.loads(texts[0])
+    assert found["facts"]["torch"] == torch.__version__
+    assert found["device"] == {"target": "cpu", "words": "the CPU"}
+    ops = {row["op"]: row for row in found["ops"]}
+    assert ops["linear"]["chosen"] == "native"
+    assert {row["kind"] for row in ops["linear"]["others"]} == {"library", "reference"}
+    assert all(row["reason"] for op in ops.values() for row in op["others"])
+    assert [row["name"] for row in found["libraries"]] == [item.name for item in PACKAGES]
+    assert not {"deep_gemm", "flash_mla", "deep_ep", "deep_select"} & set(sys.modules)
+
+
+def test_another_device(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a Hopper and a Blackwell card would run, asked for on a machine without one."""
+    found = {}
+    for target in ("cpu", "sm90", "sm100"):
+        options = ("--json", "--target", target, "--set", "model.dtype=bfloat16")
+        assert main(["doctor", *options, "--config", str(config)]) == 0
+        table = json.loads(capsys.readouterr().out)
+        found[target] = {row["op"]: row["chosen"] for row in table["ops"]}
+        assert table["device"]["target"] == target
+        # The choice is not what an engine on CUDA runs, and the output says so.
+        assert table["in_steps"].startswith("the impl" if target == "cpu" else "plain torch")
+    assert found["cpu"]["sinkhorn"] == "native"
+    assert found["sm90"]["sinkhorn"] == found["sm100"]["sinkhorn"] == "tilelang"
+    assert found["sm90"]["linear"] == found["sm100"]["linear"] == "library"
+    assert found["sm90"]["attention"] == "reference", "keys are not records here"
 
 
 def test_native_kernels_are_named(
@@ -74,7 +130,7 @@ def test_native_kernels_are_named(
     assert main(["doctor", "--config", str(config)]) == 0
     library = native.loaded_library()
     assert library is not None
-    words = f"native ({library.name}, loaded)"
+    words = f"native: C++ select_entries ({library.name}, loaded)"
     assert rows(capsys.readouterr().out)["op select_entries"] == words
 
 
@@ -93,8 +149,8 @@ def test_native_kernels_are_looked_for(
     for options in ((), ("--package", str(package))):
         assert main(["doctor", "--config", str(config), *options]) == 0
         found.append(rows(capsys.readouterr().out))
-    assert found[0]["op linear"] == f"native ({name} in the cache directory)"
-    assert found[1]["op linear"] == f"native ({name} in the package)"
+    assert found[0]["op linear"] == f"native: C++ linear ({name} in the cache directory)"
+    assert found[1]["op linear"] == f"native: C++ linear ({name} in the package)"
     assert found[0]["package"] == "none" and found[1]["package"] == str(package)
 
 
@@ -140,6 +196,8 @@ def test_a_failed_proof_has_exit_status_1(
         (["--set", "model.dtype=float99"], "model.dtype"),
         (["--package", "/none"], "/none"),
         (["--self"], "unrecognized arguments: --self"),
+        (["--target", "sm80"], "argument --target: invalid choice: 'sm80'"),
+        (["--json", "--self-test"], "not allowed with argument --json"),
         (["--set", "scheduler.max_model_len=1048576"], "max_position_embeddings is 4096"),
     ],
 )
