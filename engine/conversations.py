@@ -64,7 +64,7 @@ def convert(
         return make({"model": MODEL, **body}).convert(options)
     except recipe.ConversionError as error:
         message = str(json.loads(error.body)["error"]["message"])
-    except ValueError as error:  # what the recipe cannot read at all
+    except (ValueError, OverflowError) as error:  # what the recipe cannot read at all
         message = str(error)
     raise BodyError(message, _param(message, source))
 

@@ -155,7 +155,7 @@ def _load_fuzz_profile() -> None:
     given = os.environ.get(FUZZ_EXAMPLES)
     hypothesis.settings.register_profile(
         "decodegrid",
-        max_examples=int(given) if given else 30,
+        max_examples=int(given) if given else 12,
         derandomize=not given,
         deadline=None,
         database=None,

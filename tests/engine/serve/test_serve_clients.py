@@ -46,7 +46,8 @@ class Place(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def server(serve_shared: Any) -> Any:
-    return serve_shared(lambda: LLM(load_config(None)), "server.max_body_bytes=64KiB")
+    llm = LLM(load_config(None))  # before the server: the first start on a machine compiles
+    return serve_shared(lambda: llm, "server.max_body_bytes=64KiB")
 
 
 @pytest.fixture(scope="module")

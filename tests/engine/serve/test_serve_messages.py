@@ -203,6 +203,10 @@ def test_structured_output(server: Any) -> None:
         ({"container": "x"}, "container is not supported"),
         ({"service_tier": "priority"}, "service_tier='priority'"),
         ({"messages": []}, "messages must be a list"),
+        (
+            {"tools": [{"name": "f", "input_schema": {"type": "object", "maxProperties": 2**70}}]},
+            "integer is outside the JSON number range",
+        ),
         ({"messages": [USER, {"role": "assistant", "content": "Sure, "}]}, "must end with"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role must be one of"),
         (
