@@ -316,7 +316,7 @@ def _read_stream(fields: Mapping[str, Json], *, may_stream: bool) -> tuple[bool,
     if not isinstance(stream, bool):
         raise BodyError(f"stream must be true or false, got {shown(stream)}", "stream")
     if stream and not may_stream:
-        raise BodyError("stream=True is not supported", "stream")
+        raise BodyError("stream is not supported, got True; it can only be False", "stream")
     if options is None:
         return stream, False
     if not stream:

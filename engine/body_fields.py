@@ -56,7 +56,20 @@ def check_inert(fields: Mapping[str, Json], allowed: Mapping[str, Sequence[Json]
     """
     for name, values in allowed.items():
         if name in fields and not any(is_same(fields[name], value) for value in values):
-            raise BodyError(f"{name}={shown(fields[name])} is not supported", name)
+            raise BodyError(
+                f"{name} is not supported, got {shown(fields[name])}; it can only be "
+                f"{_choices(values)}",
+                name,
+            )
+
+
+def _choices(values: Sequence[Json]) -> str:
+    """The values that a field may have, for a person; null is one that a body can leave out."""
+    distinct: list[Json] = []
+    for value in values:
+        if value is not None and value not in distinct:
+            distinct.append(value)
+    return " or ".join(shown(value) for value in distinct) or "null"
 
 
 def check_object(where: str, value: Json, names: Collection[str]) -> None:
