@@ -9,6 +9,7 @@
 # WORKERS      processes that `make test` runs side by side, each with OMP_NUM_THREADS=1
 # SOAK_SECONDS how long `make soak` and `make soak-http` go on
 # FUZZ_EXAMPLES cases that `make fuzz` draws for each property
+# FUZZ_SEED    what `make fuzz` draws by; printed with its command, so that a run can be repeated
 # DEPLOYMENT   what `make demo` decodes with; configs/tiny-v41.yaml is the quantised form
 PYTHON ?= python3
 CXX ?= g++
@@ -16,6 +17,7 @@ TORCH_INDEX ?=
 WORKERS ?= 2
 SOAK_SECONDS ?= 600
 FUZZ_EXAMPLES ?= 1000
+FUZZ_SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 DEPLOYMENT ?= configs/tiny.yaml
 export CXX
 
@@ -75,6 +77,7 @@ aiperf: .venv/.ready-dev
 
 fuzz: .venv/.ready-dev
 	DECODEGRID_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
+	  --hypothesis-seed=$(FUZZ_SEED) \
 	  tests/configs/test_load_fuzz.py tests/engine/serve/test_serve_fuzz.py \
 	  tests/engine/serve/test_serve_schema.py tests/engine/serve/test_serve_schemathesis.py
 

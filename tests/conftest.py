@@ -7,6 +7,7 @@ layers of 32 channels, for float64 proofs. Both are parsed config.json objects, 
 import copy
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
+from xdist.scheduler import LoadFileScheduling
 
 from decodegrid.capture.grid import build_grid
 from decodegrid.capture.lowering import CompileOptions
@@ -150,9 +154,54 @@ FUZZ_EXAMPLES = "DECODEGRID_FUZZ_EXAMPLES"
 """Examples of each property test, drawn anew in each run; unset for the few of the suite."""
 
 
-def _load_fuzz_profile() -> None:
+FIRST = {
+    "tests/graphs/test_package_start.py": "compiled",
+    "tests/graphs/test_second_start.py": "compiled",
+    "tests/graphs/test_compiled_proofs.py": "compiled",
+    "tests/graphs/test_cached_compiled.py": "compiled",
+    "tests/graphs/test_cached_records.py": "compiled",
+    "tests/engine/serve/test_serve_clients.py": "embedded",
+    "tests/engine/serve/soak/test_serve_soak.py": "soak over HTTP",
+    "tests/engine/test_soak.py": "soak",
+}
+"""Files that take a minute and more, and what one worker makes for several of them."""
+
+
+class _Together(LoadFileScheduling):
+    """xdist's `loadfile` with groups of files."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return FIRST.get(file, file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Where files go to workers, they go in the order of pytest_collection_modifyitems."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return _Together(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers begin with the longest files, so that at the end none waits for another's."""
+    if not hasattr(config, "workerinput"):
+        return
+    files = [item.nodeid.split("::", 1)[0] for item in items]
+    counts, place = Counter(files), {file: index for index, file in enumerate(FIRST)}
+    keys = [(place.get(file, len(place)), -counts[file], file) for file in files]
+    items[:] = [items[index] for index in sorted(range(len(items)), key=keys.__getitem__)]
+
+
+def _load_fuzz_profile(config: pytest.Config) -> None:
     """How many examples the property tests try; those of the suite are the same in every run."""
     given = os.environ.get(FUZZ_EXAMPLES)
+    if not given:
+        # Else some of what is drawn comes from the constants in the modules that are imported by
+        # then, which depend on the tests before, and so on the number of workers.
+        patch = pytest.MonkeyPatch()
+        config.add_cleanup(patch.undo)
+        patch.setattr(providers, "_get_local_constants", Constants)
     hypothesis.settings.register_profile(
         "decodegrid",
         max_examples=int(given) if given else 12,
@@ -166,7 +215,7 @@ def _load_fuzz_profile() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Build the native kernels once before several workers would each build them."""
-    _load_fuzz_profile()
+    _load_fuzz_profile(config)
     if config.getoption("numprocesses", None):
         build_library(NATIVE)
 
@@ -243,17 +292,17 @@ def layer_changes() -> dict[int, dict[str, Any]]:
     four: ratio 2 and a reindexing layer beside them. Both have one drafter layer."""
     common = {
         "engram_layer_ids": [1], "engram_num_embeddings": [184], "num_nextn_predict_layers": 1,
-    }
+    }  # fmt: skip
     two = {
         "num_hidden_layers": 2, "compress_ratios": [0, 1, 0], "kv_source_layer_ids": [1],
         "index_source_layer_ids": [1], "candidate_source_layer_id": 1,
         "dspark_target_layer_ids": [0, 1],
-    }
+    }  # fmt: skip
     four = {
         "num_hidden_layers": 4, "compress_ratios": [0, 2, 1, 1, 0], "kv_source_layer_ids": [1, 2],
         "index_source_layer_ids": [1, 2, 3], "candidate_source_layer_id": 2,
         "dspark_target_layer_ids": [2, 3],
-    }
+    }  # fmt: skip
     return {2: {**common, **two}, 4: {**common, **four}}
 
 

@@ -236,7 +236,7 @@ def commands() -> Iterator[str]:
                 yield " ".join(line.split())
 
 
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize("line", list(commands()))
 def test_commands_of_the_page_parse(line: str) -> None:
     args = vars(parse_command(line, {}))
     named = args.get("config")

@@ -171,6 +171,9 @@ def test_many_clients_of_all_kinds_leave_nothing_behind(start: Any, toy: Any, id
     for thread in threads:
         thread.join()
     assert not failures
+    # Those that went at once may have gone before the server had read what they asked for.
+    path = "/v1/completions"
+    server.wait_until(lambda: server.metric("decodegrid_http_responses_total", path=path) == 8 * 6)
     server.wait_until(lambda: idle(llm) and not server.state.queue.open_ids)
     assert server.state.queue.num_open == 0 == server.state.queue.num_waiting_tokens
     assert server.metric("vllm:num_requests_running") == 0

@@ -131,11 +131,17 @@ def test_streams_aborts_and_traces_that_nobody_records(
 ) -> None:
     server, llm, runner = start(f"server.otel_endpoint={collector.url}/v1/traces")
     chat: Any = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5}
-    server.post("/v1/chat/completions", {**chat, "stream": True})
+
+    def ask(body: Any, **headers: str) -> None:
+        """A span is made just after its answer: without waiting the next one's could be first."""
+        server.post("/v1/chat/completions", body, **headers)
+        server.wait_until(lambda: not server.state.queue.open_ids)
+
+    ask({**chat, "stream": True})
     # Whoever began the trace records nothing of it.
-    server.post("/v1/chat/completions", chat, traceparent=f"00-{TRACE}-{PARENT}-00")
-    server.post("/v1/chat/completions", {**chat, "nonsense": 1})
-    server.post("/v1/chat/completions", chat, traceparent="no trace at all")
+    ask(chat, traceparent=f"00-{TRACE}-{PARENT}-00")
+    ask({**chat, "nonsense": 1})
+    ask(chat, traceparent="no trace at all")
     gate = hold(runner, "launch")
     gone = server.send({"prompt": "abc", "max_tokens": 300})
     server.wait_until(lambda: gate.num_waiting == 1)

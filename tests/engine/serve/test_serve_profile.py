@@ -38,6 +38,13 @@ class Call(threading.Thread):
         return self._answer
 
 
+def wait_for_commands(server: Any, count: int = 1) -> None:
+    """Until the engine, which stands before a step, has been told so many things, such as to begin
+    a trace: an order may still have to be loaded when the server is said to be busy with it."""
+    engine = server.state.health.engine
+    server.wait_until(lambda: len(engine._commands) == count)
+
+
 def test_it_is_off_unless_a_directory_is_named(start: Any) -> None:
     server, _, _ = start()
     answer = server.post("/profile", {"num_steps": 3})
@@ -105,12 +112,18 @@ def test_one_at_a_time_and_never_on_the_event_loop(
     assert refused.status_code == 409
     assert refused.json()["error"]["message"] == "another trace is being made"
     assert server.get("/live")[0] == 200 and server.get("/ready")[0] == 200
+    wait_for_commands(server)
     gate.open()
     found = profile.answer().json()
     assert found["num_steps"] >= 2 and Path(found["path"]).is_file()
     assert request.answer().json()["usage"]["completion_tokens"] == 390
+    gate = hold(runner, "launch")
     again = Call(server, "/v1/completions", LONG)
-    assert server.post("/profile", {"num_steps": 1}).status_code == 200
+    server.wait_until(lambda: gate.num_waiting == 1)
+    profile = Call(server, "/profile", {"num_steps": 1})
+    wait_for_commands(server)
+    gate.open()
+    assert profile.answer().status_code == 200
     again.answer()
     assert len(list(tmp_path.iterdir())) == 2 and idle(llm)
 
@@ -168,8 +181,9 @@ def test_a_client_that_goes_ends_its_trace(start: Any, tmp_path: Path, hold: Any
     server.wait_until(lambda: gate.num_waiting == 1)
     data = b"POST /profile HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     connection = server.connect(data)
-    server.wait_until(lambda: server.state.profiler.is_busy)
+    wait_for_commands(server)
     connection.close()
+    wait_for_commands(server, 2)  # to begin it and to end it
     gate.open()
     request.answer()
     server.wait_until(lambda: not server.state.profiler.is_busy)
@@ -190,7 +204,7 @@ def test_an_engine_that_fails_under_a_trace(start: Any, tmp_path: Path, hold: An
     request = Call(server, "/v1/completions", LONG)
     server.wait_until(lambda: gate.num_waiting == 1)
     profile = Call(server, "/profile", {"num_steps": 200})
-    server.wait_until(lambda: server.state.profiler.is_busy)
+    wait_for_commands(server)
 
     def fail(*args: Any) -> Any:
         raise OSError("the device is gone")
