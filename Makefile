@@ -92,6 +92,7 @@ kernels: .venv/.ready-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m kernels
 
 cubins: .venv/.ready-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m decodegrid.kernels.tile.build --out build/cubins
 	$(BIN)/python -m pytest -q -m cubins
 
 check-libraries: .venv/.ready-dev

@@ -8,7 +8,8 @@ kept on disk -> the same machine code behind the same calls in another process.
 torch's own way back into such a module asks the C++ compiler for its version, tries the machine's
 vector instructions and imports the code generator; none of that is needed to call it.
 
-Source: torch._inductor.codecache, CppPythonBindingsCodeCache and PyCodeCache, of torch 2.13.
+Source: torch._inductor.codecache, CppPythonBindingsCodeCache and PyCodeCache; torch._ops.OpOverload
+(its `_op`), of torch 2.13.
 """
 
 import ast
@@ -49,7 +50,8 @@ class ReducedModule:
 
 def reduce_module(source: str, extern: Mapping[str, object] | None = None) -> ReducedModule:
     """Leave out of a generated module what its `call` does not reach: the sources of its kernels,
-    how they are built, its benchmark, and imports of the code generator.
+    how they are built, its benchmark, and imports of the code generator. Ops are looked up once,
+    when the module is loaded, not at each call.
 
     extern: what the code generator's own extern_kernels are, by name. Where it is torch's function
     of that name, the call is made to torch directly.
@@ -73,8 +75,11 @@ def reduce_module(source: str, extern: Mapping[str, object] | None = None) -> Re
             raise CodeError(f"{sorted(_bound(statement))[0]} is no C++ kernel with a binding")
         elif _bound(statement) & needed:
             statement = _trimmed(_Direct(direct).visit(statement), needed)
-            needed |= _names(statement, ast.Load)
-            kept.insert(0, statement)
+            ops = _Ops()
+            statement = ops.visit(statement)
+            added = [*ops.assignments(), statement]
+            needed = needed.union(*(_names(item, ast.Load) for item in added))
+            kept[:0] = added
     if "call" not in {name for statement in kept for name in _bound(statement)}:
         raise CodeError("generated code has no call")
     used = tuple(name for name in kernels if name in needed)
@@ -151,6 +156,33 @@ class _Direct(ast.NodeTransformer):
         if isinstance(base, ast.Name) and base.id == _EXTERN and node.attr in self._names:
             base.id = "torch"
         return node
+
+
+class _Ops(ast.NodeTransformer):
+    """Turns calls of torch.ops.SPACE.NAME.OVERLOAD into calls of a global that holds the op.
+
+    The global is what the overload itself calls: to go through four attributes and a Python
+    function costs as much as a small op does.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, ast.expr] = {}
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        path = ast.unparse(node.func).split(".")
+        if path[:2] == ["torch", "ops"] and len(path) == 5:
+            name = "_".join(("op", *path[2:]))
+            self._found[name] = node.func
+            node.func = ast.Name(name, ast.Load())
+        return node
+
+    def assignments(self) -> list[ast.stmt]:
+        """Statements that bind the globals; they need `torch`."""
+        return [
+            ast.Assign([ast.Name(name, ast.Store())], ast.Attribute(op, "_op", ast.Load()))
+            for name, op in self._found.items()
+        ]
 
 
 def _built_kernel(statement: ast.stmt) -> str | None:

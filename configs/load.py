@@ -101,6 +101,14 @@ class LoadedConfig:
         return self._resolve("compile.package", self.config.compile.package)
 
     @property
+    def cubins_dir(self) -> Path:
+        """Directory of CUDA kernels, absolute; need not be there where no file names it. Raises
+        ValueError as cache_dir does."""
+        if not self.config.compile.cubins_dir:
+            return self.cache_dir / "cubins"
+        return self._resolve("compile.cubins_dir", self.config.compile.cubins_dir)
+
+    @property
     def dump_dir(self) -> Path:
         """Directory of dumps, absolute; not created here. Raises ValueError as cache_dir does."""
         if not self.config.dumps.directory:

@@ -236,10 +236,11 @@ class ConfidenceTemperatures(Section):
     """
 
     coupled: DraftTemperatures = ()
-    """K or more numbers for `verify: coupled`, the first K count; empty for 1.0 each."""
+    """K or more numbers for `verify: coupled`, the first K count; empty: the checkpoint's own, or
+    1.0 each."""
 
     rejection: DraftTemperatures = ()
-    """K numbers for `verify: rejection`; empty for 1.0 each."""
+    """As `coupled`, for `verify: rejection`."""
 
 
 class SpeculationSection(Section):
@@ -267,15 +268,14 @@ class SpeculationSection(Section):
     it keeps K * vocabulary numbers for each request. Temperature 0 gives the same text in both."""
 
     confidence_temperatures: ConfidenceTemperatures = ConfidenceTemperatures()
-    """Calibration of the drafter's confidences for each way to verify."""
+    """Calibration of the drafter's confidences for each way to verify; empty: the checkpoint's."""
 
-    @property
-    def draft_temperatures(self) -> tuple[float, ...]:
-        """The K divisors of the chosen way to verify, with the empty list and the floor
-        resolved."""
+    def draft_temperatures(self, calibrated: tuple[float, ...] = ()) -> tuple[float, ...]:
+        """The K divisors of the chosen way to verify: those of the deployment, else those that the
+        checkpoint was calibrated to, else 1; never below the floor."""
         given: tuple[float, ...] = getattr(self.confidence_temperatures, self.verify)
-        given = given[: self.num_draft_tokens] or (1.0,) * self.num_draft_tokens
-        return tuple(max(value, 1e-5) for value in given)
+        found = (given or calibrated)[: self.num_draft_tokens] or (1.0,) * self.num_draft_tokens
+        return tuple(max(value, 1e-5) for value in found)
 
 
 class SurfaceSection(Section):
@@ -323,6 +323,10 @@ class CompileSection(Section):
     package: str = ""
     """Directory of a package that `decodegrid capture` wrote, relative to the YAML file, to start
     from; empty for what the cache directory has."""
+
+    cubins_dir: str = ""
+    """Directory of CUDA kernels that were built beforehand, with a directory for each architecture,
+    relative to the YAML file; empty for `cubins` in the cache directory."""
 
     progress: bool = True
     """Whether compilation and capture draw a progress bar on standard error."""

@@ -1,12 +1,12 @@
 """From a deployment to a ready runner: load, allocate, compile, capture, check.
 
-Owns the order of start-up and its phase table. Data flow: config -> model -> packed weights, state
-and buffers -> regions -> one captured graph per pair and prefill size -> Runner.
+Owns the order of start-up and its phase table. Data flow: config -> model -> packed weights (on
+CUDA in the form of the chosen kernels) -> state and buffers -> regions -> one captured graph per
+pair and prefill size -> Runner.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from decodegrid.configs.load import LoadedConfig
 from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.cache_leftovers import remove_leftovers
 from decodegrid.engine.compute_dtypes import DTYPES
+from decodegrid.engine.cuda_kernels import KernelPlan, lay_out_model, plan_kernels, put_in_place
 from decodegrid.engine.deployment_check import (
     capacity_of,
     check_model,
@@ -33,30 +34,31 @@ from decodegrid.engine.deployment_check import (
     weight_form,
 )
 from decodegrid.engine.ledger_start import StartUp
+from decodegrid.engine.memory_errors import named_allocation, state_words
 from decodegrid.engine.native_start import start_native_kernels
 from decodegrid.engine.package_start import StartSource, open_source
 from decodegrid.engine.plain_progress import make_progress
 from decodegrid.engine.pool_size import (
     cache_line,
     measure_free_bytes,
-    pool_key,
     resolve_num_blocks,
     size_pool,
 )
 from decodegrid.engine.region_facts import region_facts
 from decodegrid.engine.run_facts import versions
 from decodegrid.engine.runner import Runner
-from decodegrid.engine.step_graphs import StepParts, capture_graphs, num_graphs
+from decodegrid.engine.step_graphs import StepGraphs, StepParts, capture_graphs, num_graphs
 from decodegrid.engine.window_snapshots import WindowSnapshots
 from decodegrid.graphs.checkpoint import load_model
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.graphs.regions import RegionTable, build_regions
 from decodegrid.graphs.state import Capacity, allocate_state
-from decodegrid.graphs.step_buffers import allocate_buffers
+from decodegrid.graphs.step_buffers import StepBuffers, allocate_buffers
 from decodegrid.graphs.step_weights import storage_form
 from decodegrid.graphs.target_step import StepModel
 from decodegrid.graphs.weight_packing import pack_weights
+from decodegrid.kernels.step_kernels import StepKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +80,21 @@ class RunnerOptions:
     """Decides the blocks of the pool once the weights are in memory; None takes the capacity's."""
     package_dir: Path | None = None
     """A package to start from; None looks in the compile options' cache directory."""
+    kernels: KernelPlan | None = None
+    """What a CUDA step calls; None takes the CPU's, and on CUDA plain torch."""
     num_snapshots: int = 0
     """Windows to keep for a prefix cache; the capacity has the slack that they need."""
 
 
 def make_regions(
-    config: ModelConfig, capacity: Capacity, compiler: RegionCompiler, backend: Backend
+    config: ModelConfig,
+    capacity: Capacity,
+    compiler: RegionCompiler,
+    backend: Backend,
+    kernels: StepKernels | None = None,
 ) -> RegionTable:
-    """Every region of the deployment through the compiler."""
-    specs = build_regions(config, capacity, as_ops=backend != "none")
+    """Every region of the deployment through the compiler; kernels None takes the CPU's."""
+    specs = build_regions(config, capacity, as_ops=backend != "none", kernels=kernels)
     return RegionTable(
         {
             name: compiler.opaque(item.function)
@@ -122,6 +130,14 @@ def package_label(runner: Runner) -> PackageLabel:
     )
 
 
+def divisors_of(config: DeploymentConfig, model: ModelConfig) -> tuple[float, ...]:
+    """Divisors of the confidence logits, one a draft: the deployment's, else those that the
+    checkpoint was calibrated to; one where nothing is drafted."""
+    speculation, kept = config.speculation, model.dspark_confidence_temperatures
+    calibrated = () if kept is None else getattr(kept, speculation.verify)
+    return speculation.draft_temperatures(calibrated) or (1.0,)
+
+
 def draft_divisors(options: RunnerOptions) -> torch.Tensor:
     """(K,) divisors of the confidence logits, on the device in their dtype."""
     wide = torch.promote_types(options.dtype, torch.float32)
@@ -144,33 +160,6 @@ def start_up_report(clock: PhaseClock, counters: CaptureCounters, notes: Sequenc
     return "\n".join([clock.format(), *notes, ready])
 
 
-@contextmanager
-def named_allocation(what: str) -> Iterator[None]:
-    """Turn torch's want of memory into a ValueError.
-
-    what: is allocated, with the settings that decide how large it is. Any other error passes.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        # On the CPU torch has no class of its own for it.
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(
-            error
-        ):
-            raise
-        first_line = next(iter(str(error).splitlines()), "out of memory")
-        raise ValueError(f"not enough memory for {what}: {first_line}") from error
-
-
-def state_words(capacity: Capacity, deployment: DeploymentConfig | None) -> str:
-    """The state that a capacity asks for, with the settings behind it; a capacity without a
-    deployment was given its number of blocks."""
-    blocks = capacity.num_blocks
-    key = "cache.num_blocks" if deployment is None else pool_key(deployment, blocks)
-    requests = f"scheduler.max_num_reqs = {capacity.num_slots - 1}"
-    return f"a pool of {blocks} blocks ({key}) and {requests}"
-
-
 def with_pool(options: RunnerOptions, config: ModelConfig) -> tuple[Capacity, list[str]]:
     """The capacity with its pool sized by the memory that is free now, and lines for the report."""
     capacity, notes = options.capacity, []
@@ -182,23 +171,37 @@ def with_pool(options: RunnerOptions, config: ModelConfig) -> tuple[Capacity, li
     return capacity, [cache_line(config, capacity, options.dtype), *notes]
 
 
-def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) -> Runner:
-    """A ready runner for a loaded model; both counters equal their plans when it returns.
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What steps run on, allocated."""
 
-    Raises ValueError where the model does not fit the options, or the memory."""
+    capacity: Capacity
+    """With the blocks that the pool really has."""
+    step_model: StepModel
+    buffers: StepBuffers
+    kernels: StepKernels | None
+    snapshots: WindowSnapshots | None
+    notes: list[str]
+    """Lines for the report."""
+
+
+def _allocate(model: DraftModel, options: RunnerOptions, clock: PhaseClock) -> _Memory:
+    """Weights, state, buffers and snapshots, in this order: the pool takes what weights leave."""
     config, capacity = model.config, options.capacity
-    check_model(config, capacity)
-    options.grid.check_coverage()
+    chunk = max(options.prefill_chunk_sizes)
     words = "the weights as steps read them (model.dtype, model.weights)"
     with clock.phase("allocate"), torch.no_grad(), named_allocation(words):
         storage = storage_dtype(options)
         weights = pack_weights(model, with_drafter=capacity.num_draft_tokens > 0, storage=storage)
-    # Sized here, where the weights are in memory in the form that steps read.
-    capacity, cache_notes = with_pool(options, config)
+    kernels = None
+    if options.kernels is not None:
+        with clock.phase("kernels"), torch.no_grad(), named_allocation(words):
+            kernels, forms = put_in_place(options.kernels, config, capacity, chunk)
+            weights = lay_out_model(model, weights, forms)
+    capacity, notes = with_pool(options, config)
     words = state_words(capacity, options.deployment)
     with clock.phase("allocate"), torch.no_grad(), named_allocation(words):
         state = allocate_state(config, capacity, options.dtype, options.device)
-        chunk = max(options.prefill_chunk_sizes)
         buffers = allocate_buffers(config, capacity, chunk, options.dtype, options.device)
         step_model = StepModel(config, weights, state)
     snapshots = None
@@ -206,7 +209,43 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
         words = f"{options.num_snapshots} window snapshots (cache.prefix_snapshots)"
         with clock.phase("allocate"), torch.no_grad(), named_allocation(words):
             snapshots = WindowSnapshots(config, state, options.num_snapshots)
-        cache_notes.append(snapshots.note())
+        notes.append(snapshots.note())
+    return _Memory(capacity, step_model, buffers, kernels, snapshots, notes)
+
+
+def _capture(
+    parts: StepParts,
+    options: RunnerOptions,
+    backend: MeasuringBackend,
+    compiler: RegionCompiler,
+    clock: PhaseClock,
+) -> StepGraphs:
+    """Every graph of the plan, behind a progress bar where one is wanted."""
+    counters, sizes = compiler.counters, options.prefill_chunk_sizes
+    progress = None
+    if options.show_progress:
+        is_rich = parts.model.state.capacity.rich
+        planned = num_graphs(options.grid, len(sizes), rich=is_rich)
+        progress = make_progress(counters.planned_compilations + planned)
+        compiler.progress = progress
+    try:
+        return capture_graphs(parts, options.grid, sizes, backend, counters, clock, progress)
+    finally:
+        if progress is not None:
+            progress.close()
+
+
+def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) -> Runner:
+    """A ready runner for a loaded model; both counters equal their plans when it returns.
+
+    With kernels in the options the model's weights are taken over, and it is left without memory.
+    Raises ValueError where the model does not fit the options, the memory, or what this process has
+    installed."""
+    config, capacity = model.config, options.capacity
+    check_model(config, capacity)
+    options.grid.check_coverage()
+    memory = _allocate(model, options, clock)
+    capacity, step_model = memory.capacity, memory.step_model
     counters = CaptureCounters()
     facts = region_facts(
         config,
@@ -214,7 +253,8 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
         options.compile_options,
         options.dtype,
         options.device,
-        storage_form(weights),
+        storage_form(step_model.weights),
+        None if options.kernels is None else options.kernels.facts(),
     )
     source = start_source(options, facts)
     if options.native_cache_dir is not None:
@@ -226,37 +266,24 @@ def make_runner(model: DraftModel, options: RunnerOptions, clock: PhaseClock) ->
     store = None if source is None else source.store
     region_clock = RegionClock(clock)
     compiler = RegionCompiler(options.compile_options, counters, region_clock, store=store)
-    regions = make_regions(config, capacity, compiler, options.compile_options.backend)
+    backend_name = options.compile_options.backend
+    regions = make_regions(config, capacity, compiler, backend_name, memory.kernels)
     device = torch.device(options.device)
     backend: CaptureBackend = CudaBackend(device) if device.type == "cuda" else CpuBackend(compiler)
     measuring = MeasuringBackend(backend, region_clock, lambda: memory_use(device))
-    progress = None
-    if options.show_progress:
-        planned = num_graphs(options.grid, len(options.prefill_chunk_sizes), rich=capacity.rich)
-        progress = make_progress(counters.planned_compilations + planned)
-        compiler.progress = progress
-    try:
-        graphs = capture_graphs(
-            StepParts(regions, step_model, buffers, draft_divisors(options)),
-            options.grid,
-            options.prefill_chunk_sizes,
-            measuring,
-            counters,
-            clock,
-            progress,
-        )
-    finally:
-        if progress is not None:
-            progress.close()
+    parts = StepParts(regions, step_model, memory.buffers, draft_divisors(options))
+    graphs = _capture(parts, options, measuring, compiler, clock)
     compiler.freeze()
     counters.declare_ready()
-    runner = Runner(step_model, buffers, options.grid, graphs, counters, "", facts)
-    runner.snapshots, runner.source = snapshots, source
+    runner = Runner(step_model, memory.buffers, options.grid, graphs, counters, "", facts)
+    runner.snapshots, runner.source = memory.snapshots, source
+    runner.draft_temperatures = options.draft_temperatures
     if source is not None:
         with clock.phase("keep regions"):
             source.finish(package_label(runner))
     clock.stop()
-    notes = [*cache_notes, *(source.notes if source is not None else ())]
+    notes = [*memory.notes, *(source.notes if source is not None else ())]
+    notes += [] if options.kernels is None else options.kernels.lines()
     runner.start_up_report = start_up_report(clock, counters, notes)
     runner.start_up = StartUp(tuple(clock.table()), measuring.costs, graphs)
     return runner
@@ -271,6 +298,7 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
     dtype = DTYPES[config.model.dtype]
     clock = PhaseClock() if clock is None else clock
     model_config = check_settings(loaded)
+    kernels = plan_kernels(loaded, model_config)
     remove_leftovers(loaded.cache_dir, package_dir=loaded.package_dir)
     torch.set_num_threads(config.model.num_threads)
     form = weight_form(config, model_config)
@@ -302,11 +330,12 @@ def build_runner(loaded: LoadedConfig, clock: PhaseClock | None = None) -> Runne
         compile_options=CompileOptions(
             config.compile.backend, loaded.cache_dir, config.model.num_threads
         ),
-        draft_temperatures=config.speculation.draft_temperatures or (1.0,),
+        draft_temperatures=divisors_of(config, model_config),
         show_progress=config.compile.progress,
         native_cache_dir=loaded.cache_dir if config.model.device == "cpu" else None,
         deployment=config,
         package_dir=loaded.package_dir,
+        kernels=kernels,
         num_snapshots=config.cache.prefix_snapshots if config.cache.prefix_cache == "on" else 0,
     )
     return make_runner(model, options, clock)

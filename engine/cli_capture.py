@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace, loaded: LoadedConfig, staging: "Staging | Non
     if args.prove:
         from decodegrid.engine.proofs import run_proofs
 
-        report = run_proofs(runner, loaded.config.speculation.draft_temperatures)
+        report = run_proofs(runner, runner.draft_temperatures)
         print(report.format())
         if not report.ok:
             return EXIT_NOT_PROVEN

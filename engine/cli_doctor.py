@@ -54,8 +54,7 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "--target",
         choices=("cpu", "sm90", "sm100"),
         help="the kernels of another kind of device, as if its libraries were installed: sm90 is "
-        "Hopper, sm100 Blackwell (default: the deployment's own device). Steps on CUDA run plain "
-        "torch still",
+        "Hopper, sm100 Blackwell (default: the deployment's own device)",
     )
     parser.set_defaults(run=_doctor)
 
@@ -85,7 +84,7 @@ def _doctor(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) 
     # Behind the start, so that it says which native kernels were loaded.
     _say_kernels(kernel_table(loaded, model, args.target))
     print(runner.start_up_report.splitlines()[-1], flush=True)
-    report = run_proofs(runner, loaded.config.speculation.draft_temperatures)
+    report = run_proofs(runner, runner.draft_temperatures)
     print(report.format())
     return EXIT_PROVEN if report.ok else EXIT_NOT_PROVEN
 

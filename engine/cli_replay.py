@@ -76,7 +76,7 @@ def _replay(args: argparse.Namespace, build_llm: Callable[[LoadedConfig], LLM]) 
     from decodegrid.engine.replay_run import StepReplay
 
     runner = build_runner(loaded)
-    replay = StepReplay(runner, dump, step, loaded.config.speculation.draft_temperatures)
+    replay = StepReplay(runner, dump, step, runner.draft_temperatures)
     for line in model_differences(dump, runner.facts):
         print(printable(line), file=sys.stderr)
     for line in replay.notes:

@@ -16,6 +16,7 @@ import torch
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.compute_dtypes import DTYPES
+from decodegrid.engine.cubin_folder import check_cubins
 from decodegrid.engine.package_start import check_named_package
 from decodegrid.engine.pool_size import resolve_num_blocks
 from decodegrid.engine.region_facts import model_facts
@@ -129,6 +130,7 @@ def check_settings(loaded: LoadedConfig) -> ModelConfig:
     check_package_backend(loaded)
     check_device(config)
     check_package(loaded, model)
+    check_cubins(loaded)
     check_caches(loaded)
     return model
 

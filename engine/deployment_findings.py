@@ -18,6 +18,7 @@ import torch
 
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.compute_dtypes import DTYPES
+from decodegrid.engine.cubin_folder import check_cubins
 from decodegrid.engine.deployment_check import (
     MODEL_RULES,
     capacity_of,
@@ -117,6 +118,7 @@ def find_all(loaded: LoadedConfig, model_config: Path | None, *, is_elsewhere: b
         _ask_package(found, loaded, found.model, is_elsewhere)
         _ask_checkpoint(found, loaded, found.model, model_config is not None, is_elsewhere)
     if not is_elsewhere:
+        found.attempt(lambda: check_cubins(loaded), found.refused_here)
         found.attempt(lambda: check_caches(loaded), found.refused_here)
     _ask_keys(found, loaded)
     found.warnings += unused_settings(loaded)

@@ -1,7 +1,8 @@
 """The kernel table of a deployment: what `decodegrid doctor` says of ops and libraries.
 
-Owns the way from a deployment to the numbers that the choice of kernels needs, and the words about
-the native kernels of the CPU. Does not own the choice (`decodegrid.kernels.providers.registry`).
+Owns the words about the native kernels of the CPU, and about what was shown of the others. Does not
+own the choice (`decodegrid.kernels.providers.registry`), nor what a CUDA start makes of it
+(`decodegrid.engine.cuda_kernels`).
 Builds, loads and starts nothing; imports a library only where its probe says that it can run.
 """
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from decodegrid.capture.package import NATIVE
 from decodegrid.configs.load import LoadedConfig
-from decodegrid.engine.deployment_check import weight_form
+from decodegrid.engine.cuda_kernels import NOT_NATIVE, plan_kernels, step_shape
 from decodegrid.graphs.model_config import ModelConfig
 from decodegrid.kernels import native
 from decodegrid.kernels.providers.implementations import IMPLEMENTATIONS
@@ -19,7 +20,6 @@ from decodegrid.kernels.providers.probe import Target, probe_all, read_device
 from decodegrid.kernels.providers.registry import (
     KernelTable,
     NativeState,
-    StepShape,
     as_if_installed,
     choose,
     lines_of,
@@ -27,31 +27,6 @@ from decodegrid.kernels.providers.registry import (
 
 OTHER_TARGETS = ("cpu", "sm90", "sm100")
 """Devices that a table can be asked for without being there."""
-
-
-def step_shape(loaded: LoadedConfig, model: ModelConfig) -> StepShape:
-    """The numbers of a deployment that decide whether a kernel fits."""
-    form = weight_form(loaded.config, model)
-    return StepShape(
-        dtype=loaded.config.model.dtype,
-        hidden_size=model.hidden_size,
-        num_heads=model.num_attention_heads,
-        head_dim=model.head_dim,
-        index_heads=model.index_n_heads,
-        index_dim=model.index_head_dim,
-        index_topk=model.index_topk,
-        window=model.sliding_window,
-        moe_inner=model.moe_intermediate_size,
-        num_experts=model.n_routed_experts,
-        vocab_size=model.vocab_size,
-        block_size=loaded.config.cache.block_size,
-        hc_mult=model.hc_mult,
-        hc_iters=model.hc_sinkhorn_iters,
-        hc_eps=model.hc_eps,
-        kv_records=loaded.config.cache.kv_cache == "v41",
-        packed_matrices=form == "packed",
-        packed_experts=form in ("packed", "packed_experts"),
-    )
 
 
 def native_state(loaded: LoadedConfig) -> NativeState:
@@ -77,25 +52,29 @@ def kernel_table(
     loaded: LoadedConfig, model: ModelConfig, target: str | None = None
 ) -> KernelTable:
     """The choice of kernels for a deployment on its device, or on another kind of device as if
-    every library with kernels for it were installed.
+    every library with kernels for it were installed and every kernel of ours built.
 
-    target: one of OTHER_TARGETS; None for the deployment's own device.
+    target: one of OTHER_TARGETS; None for the deployment's own device. Raises ValueError for a
+    folder of cubins that the deployment names and that cannot be used.
     """
-    shape = step_shape(loaded, model)
+    shape = step_shape(loaded.config, model)
     if target is None:
+        plan = plan_kernels(loaded, model)
+        if plan is not None:
+            return plan.table
         device = read_device(loaded.config.model.device)
         probes = probe_all(PACKAGES, device)
         return choose(IMPLEMENTATIONS, device, probes, shape, native_state(loaded))
     device, shown = as_if_installed(PACKAGES, Target(target))
-    state = NativeState(device.target is Target.CPU, "for the CPU")
+    state = NativeState(True, "for the CPU") if device.target is Target.CPU else NOT_NATIVE
     return choose(IMPLEMENTATIONS, device, shown, shape, state)
 
 
 def in_steps(table: KernelTable) -> str:
-    """Which of the chosen implementations the engine's own steps call."""
+    """What the engine's own steps call, and what is known of that."""
     if table.device.target is Target.CPU:
         return "the implementations below"
-    return "plain torch: an engine does not install the kernels below yet"
+    return "the implementations below, traced: no step has run on a card"
 
 
 def table_lines(table: KernelTable) -> Iterator[tuple[str, str]]:

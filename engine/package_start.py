@@ -5,8 +5,8 @@ what is put back when the start is done. Does not own the form of a package
 (`decodegrid.capture.package`). Data flow: facts of the start -> `StartSource` -> regions and native
 kernels from it -> `finish` keeps what was compiled, and repairs what was damaged.
 
-A package of another deployment is an error. One of another program, library or processor is not
-trusted: its factors are named with both values, and everything is compiled afresh.
+A package of another deployment is an error. One of another program, library, kernel or processor is
+not trusted: its factors are named with both values, and everything is compiled afresh.
 """
 
 import logging
@@ -29,7 +29,7 @@ from decodegrid.capture.package import (
 )
 from decodegrid.capture.region_store import RegionStore, facts_key, write_file
 from decodegrid.engine.native_start import start_native_kernels
-from decodegrid.engine.region_facts import PROGRAM_FACTS
+from decodegrid.engine.region_facts import is_of_deployment
 from decodegrid.kernels.native import (
     NativeBuildError,
     has_native_kernels,
@@ -151,7 +151,7 @@ def open_source(package_dir: Path | None, cache_dir: Path, facts: Mapping[str, s
 
 def _refuse_other(path: Path, different: Mapping[str, str]) -> None:
     """Raise PackageError for differences that a deployment decides about."""
-    phrases = [text for name, text in different.items() if name not in PROGRAM_FACTS]
+    phrases = [text for name, text in different.items() if is_of_deployment(name)]
     if phrases:
         raise PackageError(f"package {path} is of another deployment: {'; '.join(phrases)}")
 

@@ -16,6 +16,7 @@ from decodegrid.capture.surface_store import SurfaceStore
 from decodegrid.configs.load import LoadedConfig
 from decodegrid.engine.build import build_runner
 from decodegrid.engine.compute_dtypes import DTYPES
+from decodegrid.engine.cuda_kernels import plan_kernels
 from decodegrid.engine.deployment_check import capacity_of, check_settings
 from decodegrid.engine.pool_size import resolve_num_blocks
 from decodegrid.engine.region_facts import region_facts
@@ -28,6 +29,7 @@ def known_facts(loaded: LoadedConfig) -> dict[str, str]:
     Raises ValueError for settings or a checkpoint that cannot be used.
     """
     config, model = loaded.config, check_settings(loaded)
+    kernels = plan_kernels(loaded, model)
     facts = region_facts(
         model,
         capacity_of(config, resolve_num_blocks(config, model, None)),
@@ -35,6 +37,7 @@ def known_facts(loaded: LoadedConfig) -> dict[str, str]:
         DTYPES[config.model.dtype],
         config.model.device,
         storage="",
+        kernels=None if kernels is None else kernels.facts(),
     )
     del facts["storage"]
     if config.cache.memory_fraction:

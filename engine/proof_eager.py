@@ -19,6 +19,7 @@ from decodegrid.engine.runner import Runner
 from decodegrid.engine.step_graphs import PrefillKey, StepKey, StepParts
 from decodegrid.graphs.regions import RegionTable, build_regions, plain_regions
 from decodegrid.kernels.filters import filter_logits, filter_logits_op
+from decodegrid.kernels.providers.laid_out import PLAIN_OF_ANY
 from decodegrid.kernels.sampling import (
     gumbel_noise,
     gumbel_noise_op,
@@ -155,7 +156,10 @@ class EagerSteps:
         seed: int = 0,
     ) -> None:
         model = runner.model
-        table = plain_regions(build_regions(model.config, model.state.capacity, as_ops=False))
+        specs = build_regions(
+            model.config, model.state.capacity, as_ops=False, kernels=PLAIN_OF_ANY
+        )
+        table = plain_regions(specs)
         calls = {name: with_plain_ops(call) for name, call in table.calls.items()}
         if noise:
             state = [tensor for _, tensor in model.state.tensors()]

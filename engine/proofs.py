@@ -67,7 +67,7 @@ def run_proofs(runner: Runner, draft_temperatures: Sequence[float], seed: int = 
 
     Args:
         runner: as `build_runner` returns it.
-        draft_temperatures: `loaded.config.speculation.draft_temperatures`, as captured.
+        draft_temperatures: `runner.draft_temperatures`, as captured.
         seed: of the made-up requests.
 
     Returns:

@@ -9,7 +9,7 @@ import hashlib
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -31,6 +31,9 @@ PROGRAM_FACTS = (
     "code", "torch", "python", "machine", "cpu", "instructions", "byte order"
 )  # fmt: skip
 """Facts that no deployment decides: this program, its libraries and the processor."""
+KERNEL_FACT = "kernels."
+"""What names of facts begin with that say which kernels a CUDA step calls: libraries and cubins of
+the machine decide them, as the program's do."""
 _INSTRUCTIONS = re.compile(
     r"abm|adx|aes|amx\w*|avx\w*|bmi[12]|cldemote|clflush\w*|clwb|cx16|enqcmd|f16c|fma\w*|gfni|"
     r"lahf_lm|lzcnt|mmx|movbe|movdir\w*|pclmulqdq|popcnt|ptwrite|rdpid|rdrand|rdseed|rtm|"
@@ -83,6 +86,11 @@ def program_facts() -> dict[str, str]:
     }
 
 
+def is_of_deployment(name: str) -> bool:
+    """Whether a deployment decides a fact; otherwise the program and the machine do."""
+    return name not in PROGRAM_FACTS and not name.startswith(KERNEL_FACT)
+
+
 def model_facts(
     config: ModelConfig, dtype: torch.dtype, device: str, num_threads: int | None
 ) -> dict[str, str]:
@@ -102,11 +110,14 @@ def region_facts(
     dtype: torch.dtype,
     device: str,
     storage: str,
+    kernels: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Facts by name, for `decodegrid.capture.region_store.RegionStore`.
 
     storage: how the weights are stored (`decodegrid.graphs.step_weights.storage_form`), which
-    depends on their values too.
+    depends on their values too. kernels: which kernels a CUDA step calls
+    (`decodegrid.engine.cuda_kernels.KernelPlan.facts`); None on the CPU, where the instructions and
+    the source say it.
     """
     sizes = {
         f"capacity.{item.name}": str(getattr(capacity, item.name)) for item in fields(capacity)
@@ -116,4 +127,5 @@ def region_facts(
         **model_facts(config, dtype, device, options.num_threads),
         **sizes,
         "storage": storage,
+        **{f"{KERNEL_FACT}{name}": value for name, value in (kernels or {}).items()},
     }

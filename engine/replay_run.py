@@ -19,6 +19,7 @@ from decodegrid.engine.runner import Runner
 from decodegrid.graphs.decode_step import choice_half, decode_step, forward_half
 from decodegrid.graphs.prefill_step import prefill_step
 from decodegrid.graphs.regions import RegionTable, build_regions, plain_regions
+from decodegrid.kernels.providers.laid_out import PLAIN_OF_ANY
 
 Form = Literal["graph", "eager"]
 
@@ -111,7 +112,10 @@ class StepReplay:
 
     def _eager_regions(self) -> RegionTable:
         model = self._runner.model
-        return plain_regions(build_regions(model.config, model.state.capacity, as_ops=False))
+        specs = build_regions(
+            model.config, model.state.capacity, as_ops=False, kernels=PLAIN_OF_ANY
+        )
+        return plain_regions(specs)
 
     def _run_decode(self, step: DecodeFacts, form: Form) -> StepView:
         runner, key = self._runner, self.key

@@ -77,6 +77,8 @@ class Runner:
         """Where its compiled code came from and is kept; None where it is not kept."""
         self.start_up: StartUp | None = None
         """What start-up measured; None for a runner that was made by hand."""
+        self.draft_temperatures: tuple[float, ...] = (1.0,) * max(1, self.num_draft_tokens)
+        """Divisors of the confidence logits that its graphs were captured with."""
         self.prefill_chunk_sizes = tuple(sorted(graphs.prefill))
         self._max_drafts: dict[int, int] = {}
         """Started slots that may not have every draft verified."""

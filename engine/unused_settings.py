@@ -45,6 +45,10 @@ def _without_dumps(config: DeploymentConfig) -> str | None:
     return "dumps.num_steps = 0" if config.dumps.num_steps == 0 else None
 
 
+def _on_the_cpu(config: DeploymentConfig) -> str | None:
+    return "model.device = cpu" if config.model.device == "cpu" else None
+
+
 def _is_one_process(config: DeploymentConfig) -> str | None:
     return "scheduler.engine_type = prompt" if config.scheduler.engine_type == "prompt" else None
 
@@ -57,6 +61,7 @@ RULES = MappingProxyType[str, Idle](
         "speculation.verify_tokens": _without_drafts,
         "speculation.budget_rates": _without_surface,
         "cache.prefix_snapshots": _without_prefix_cache,
+        "compile.cubins_dir": _on_the_cpu,
         "structured_outputs.compile_threads": _without_rich,
         "structured_outputs.compile_timeout_s": _without_rich,
         "structured_outputs.cache_bytes": _without_rich,

@@ -4,18 +4,24 @@ Owns the walk over a step's weights: every packed matrix and every pair of packe
 through the forms of the device, float weights and tables stay. What the forms do is not its
 business (`decodegrid.kernels.providers.cuda_step`).
 
+Memory: the packed matrices are taken over. Each list is emptied as soon as its new form is made, so
+that of all weights one matrix, or the experts of one layer, is held twice at a time.
+
 Data flow: `StepWeights` as a quantised checkpoint stores them -> `StepWeights` of equal values.
 """
 
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from decodegrid.graphs.step_weights import MATRICES, MoEWeights, StepWeights
+from decodegrid.kernels.products import Matrix
 from decodegrid.kernels.step_kernels import WeightForms
 
 
 def lay_out_weights(weights: StepWeights, forms: WeightForms) -> StepWeights:
-    """The weights with every packed one in the device's form."""
+    """The weights with every packed one in the device's form; the given ones are used up."""
     found: StepWeights = _lay_out(weights, forms)
     return found
 
@@ -29,7 +35,16 @@ def _lay_out(part: Any, forms: WeightForms) -> Any:
         elif is_dataclass(value):
             changes[item.name] = _lay_out(value, forms)
         elif isinstance(value, list) and item.name in MATRICES and item.name not in ("w13", "w2"):
-            changes[item.name] = forms.matrix(value)
+            changes[item.name] = form = forms.matrix(value)
+            _use_up(value, form)
     if isinstance(part, MoEWeights) and isinstance(part.w13, list) and isinstance(part.w2, list):
-        changes["w13"], changes["w2"] = forms.experts(part.w13, part.w2)
+        first, second = forms.experts(part.w13, part.w2)
+        changes["w13"], changes["w2"] = first, second
+        _use_up(part.w13, first)
+        _use_up(part.w2, second)
     return replace(part, **changes)
+
+
+def _use_up(old: list[Tensor], new: Matrix) -> None:
+    if new is not old:
+        old.clear()

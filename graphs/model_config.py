@@ -9,7 +9,7 @@ Source: config.json of deepseek-ai/DeepSeek-V4.1-Flash and its loader's checks.
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ _FIXED_TEXT = {
 # May be absent, and then mean this.
 _OPTIONAL_TEXT = {"hc_shifted": True, "dspark_target_attn_input": True, "gate_temp": 1.0}
 
+_CALIBRATION = "dspark_confidence_temperatures"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 # They say how to train, store or wrap the model, and change nothing of what it computes.
@@ -71,6 +72,14 @@ class RopeScaling:
     beta_fast: float
     beta_slow: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Divisors of the drafter's confidence logits by draft, for each way to verify."""
+
+    coupled: tuple[float, ...]
+    rejection: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +139,9 @@ class ModelConfig:
     pad_token_id: int
     quantized: bool
     """Whether config.json carries a quantization_config, so that weights are stored quantised."""
+    # Not in the text that names a model: nothing that is compiled depends on it.
+    dspark_confidence_temperatures: Calibration | None = field(default=None, repr=False)
+    """What `training.calibrate` found for this checkpoint; None where nobody did. Our own field."""
 
     @property
     def num_layers_total(self) -> int:
@@ -175,7 +187,7 @@ def _read_rope_scaling(raw: object) -> RopeScaling:
     kinds = [raw[name] for name in ("rope_type", "type") if name in raw]
     if not kinds or any(kind != "yarn" for kind in kinds):
         raise bad_field(where, raw, "only rope_type 'yarn' is supported")
-    known = ("rope_type", "type", *(field.name for field in fields(RopeScaling)))
+    known = ("rope_type", "type", *(item.name for item in fields(RopeScaling)))
     for name, value in raw.items():
         if name not in known:
             raise bad_field(f"{where}.{name}", value, "the field is unknown")
@@ -191,6 +203,25 @@ def _read_rope_scaling(raw: object) -> RopeScaling:
             f"{where}.original_max_position_embeddings", original, "must be an integer below 2**31"
         )
     return RopeScaling(factor, fast, slow, original)
+
+
+def _read_calibration(raw: object, num_drafts: object) -> Calibration | None:
+    where = "text_config.dspark_confidence_temperatures"
+    if raw is None:
+        return None
+    names = [item.name for item in fields(Calibration)]
+    if not isinstance(raw, dict) or sorted(raw) != names:
+        raise bad_field(where, raw, f"must be null or an object with {' and '.join(names)}")
+    found = {}
+    for name in names:
+        place, values = f"{where}.{name}", raw[name]
+        if not isinstance(values, list) or len(values) != num_drafts:
+            message = f"must be a list of dspark_block_size = {num_drafts} numbers"
+            raise bad_field(place, values, message)
+        found[name] = tuple(_number(place, value) for value in values)
+        if min(found[name], default=1.0) <= 0:
+            raise bad_field(place, values, "every number must be above 0")
+    return Calibration(**found)
 
 
 def _same(left: object, right: object) -> bool:
@@ -222,7 +253,7 @@ def _check_fixed(text: dict[str, Any]) -> None:
 
 def _check_unread(raw: dict[str, Any], text: dict[str, Any]) -> None:
     """Refuse what would be left unread although it may change the model."""
-    known = {field.name for field in fields(ModelConfig)} - {"quantized"}
+    known = {item.name for item in fields(ModelConfig)} - {"quantized"}
     known |= {*_FIXED_TEXT, *_OPTIONAL_TEXT, "index_k_source_layer_ids"}
     for name, value in text.items():
         if name in _TOKEN_IDS and name in raw:
@@ -270,16 +301,17 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         raise bad_field("text_config", text, "must be an object")
     _check_fixed(text)
     values: dict[str, Any] = {}
-    for field in fields(ModelConfig):
-        name = field.name
-        if name in ("quantized", *_TOKEN_IDS):
+    for item in fields(ModelConfig):
+        name = item.name
+        if name in ("quantized", _CALIBRATION, *_TOKEN_IDS):
             continue
         if name not in text:
             raise ConfigFieldError(f"config.json: text_config.{name} is missing")
         if name == "rope_scaling":
             values[name] = _read_rope_scaling(text[name])
         else:
-            values[name] = _convert(name, field.type, text[name])
+            values[name] = _convert(name, item.type, text[name])
+    values[_CALIBRATION] = _read_calibration(text.get(_CALIBRATION), values["dspark_block_size"])
     for name in _TOKEN_IDS:
         if name not in raw:
             raise ConfigFieldError(f"config.json: {name} is missing")

@@ -2,8 +2,8 @@
 
 Owns the fit and its report. Data flow: checkpoint + held-out rows -> draft rounds -> how often each
 draft would be accepted under rejection sampling (exactly, 1 - total variation) and under coupled
-noise (by drawing it) -> one temperature a slot -> the YAML lines of
-`speculation.confidence_temperatures`, and the survival's calibration error before and after.
+noise (by drawing it) -> one temperature a slot, written into the checkpoint's config.json, and the
+survival's calibration error before and after.
 
 The head was trained on acceptance at temperature 1. A deployment samples at another temperature,
 and coupled noise accepts less often than rejection does; a divisor of the logit takes up both.
@@ -168,6 +168,13 @@ def survival_error(
     return errors
 
 
+def keep_temperatures(path: Path, found: dict[str, list[float]]) -> None:
+    """Write the temperatures of each mode into a checkpoint's config.json."""
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw["text_config"]["dspark_confidence_temperatures"] = found
+    path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """Command line entry point."""
     parser = argparse.ArgumentParser(description="Fit the confidence temperatures.")
@@ -193,9 +200,8 @@ def main() -> int:
     text = json.dumps(result, indent=1)
     print(text)
     (BUILD / "calibration.json").write_text(text + "\n", encoding="utf-8")
-    print("  confidence_temperatures:")
-    for mode in MODES:
-        print(f"    {mode}: {result[mode]['temperature']}")
+    found = {mode: result[mode]["temperature"] for mode in MODES}
+    keep_temperatures(arguments.model / "config.json", found)
     return 0
 
 

@@ -1,9 +1,9 @@
 """Launches kernels of ours that were built beforehand, through CUDA's driver.
 
 Owns the reading of a folder of cubins with its manifest, the check of tensors against it, and the
-launch. Needs cuda-python and a card; neither TileLang nor a compiler. Cubins are loaded at the
-first call of each, or all named ones at once: loading is not allowed during a capture, so each must
-have run, or been loaded, before one.
+launch. Launching needs cuda-python and a card; neither TileLang nor a compiler. Cubins are loaded
+at the first call of each, or all named ones at once: loading is not allowed during a capture, so
+each must have run, or been loaded, before one.
 
 Data flow: manifest of `decodegrid.kernels.tile.build` -> `CubinLauncher` -> launches on the current
 stream.
@@ -11,6 +11,7 @@ stream.
 
 import ast
 import ctypes
+import hashlib
 import importlib
 import json
 import operator
@@ -107,6 +108,33 @@ def read_manifest(folder: Path) -> dict[str, KernelFacts]:
         if not facts.cubin.is_file():
             raise CubinError(f"{path} names {facts.cubin.name}, which is not there")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFacts:
+    """What a folder of cubins has."""
+
+    arch: str
+    """What it was built for: sm_90a, sm_100a."""
+    names: frozenset[str]
+    digest: str
+    """Hash of the manifest and of every cubin that it names."""
+
+
+def describe_folder(folder: Path) -> FolderFacts:
+    """Read a folder without loading anything. Raises CubinError as `read_manifest` does."""
+    kernels = read_manifest(folder)
+    try:
+        text = (folder / MANIFEST).read_bytes()
+        arch = json.loads(text)["arch"]
+        digest = hashlib.sha256(text)
+        for path in sorted({facts.cubin for facts in kernels.values()}):
+            digest.update(path.read_bytes())
+    except OSError as error:
+        raise CubinError(f"{error.filename}: {error.strerror or error}") from error
+    except KeyError as error:
+        raise CubinError(f"{folder / MANIFEST} does not say what it was built for") from error
+    return FolderFacts(str(arch), frozenset(kernels), digest.hexdigest()[:16])
 
 
 def _facts(name: str, folder: Path, item: Mapping[str, Any]) -> KernelFacts:

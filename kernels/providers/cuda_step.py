@@ -23,7 +23,7 @@ from torch import Tensor
 
 from decodegrid.kernels import products
 from decodegrid.kernels.products import Matrix
-from decodegrid.kernels.providers import cuda_experts, deep_gemm, flash_mla, layouts
+from decodegrid.kernels.providers import cuda_experts, deep_gemm, flash_mla, laid_out, layouts
 from decodegrid.kernels.providers.probe import Target
 from decodegrid.kernels.providers.registry import KernelTable, Kind
 from decodegrid.kernels.providers.tile_ops import kernel_name, tile_op
@@ -206,35 +206,20 @@ def make_kernels(table: KernelTable) -> StepKernels:
     )
 
 
-def _keep(weight: list[Tensor]) -> Matrix:
-    return weight
-
-
-def _keep_experts(w13: list[Tensor], w2: list[Tensor]) -> tuple[Matrix, Matrix]:
-    return w13, w2
-
-
-def _widen(weight: list[Tensor]) -> Matrix:
-    return layouts.widen_tiles(weight[0], weight[1])
-
-
-def _pack(weight: list[Tensor]) -> Matrix:
-    return layouts.pack_matrix(weight[0], weight[1])
-
-
-def _fuse_experts(w13: list[Tensor], w2: list[Tensor]) -> tuple[Matrix, Matrix]:
-    packed = [layouts.pack_experts(codes, scales) for codes, scales in (w13, w2)]
-    return layouts.mega_moe_weights(packed[0], packed[1])
-
-
 def weight_forms(table: KernelTable) -> WeightForms:
     """What the table's kernels read of packed weights: bfloat16 on Hopper, FP8 on Blackwell."""
     blackwell = table.device.target is Target.SM100
-    matrix = _keep
-    if table.uses("packed_linear", Kind.LIBRARY):
-        matrix = _pack if blackwell else _widen
+    laid = laid_out.pack if blackwell else laid_out.widen
+
+    def form(op: str) -> laid_out.Form:
+        return laid if table.uses(op, Kind.LIBRARY) else laid_out.keep
+
+    matrix, stack = form("packed_linear"), form("packed_grouped_linear")
     fused = blackwell and table.uses("packed_experts", Kind.LIBRARY)
-    return WeightForms(matrix, _fuse_experts if fused else _keep_experts)
+    return WeightForms(
+        lambda weight: (matrix if weight[0].dim() == 2 else stack)(weight),
+        laid_out.fuse_experts if fused else laid_out.keep_experts,
+    )
 
 
 def take_records(
@@ -268,10 +253,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, temperature: Tensor, vocab_size
 def filter_logits(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor
 ) -> Tensor:
-    """`decodegrid::filter_logits` by our kernel, which no table chooses while it is not built.
-
-    logits: (N, vocab) float32.
-    """
+    """`decodegrid::filter_logits` by our kernel. logits: (N, vocab) float32."""
     out = torch.empty_like(logits)
     name = kernel_name("filter_logits", vocab=logits.shape[1])
     floats = (value.to(torch.float32) for value in (temperature, top_p))

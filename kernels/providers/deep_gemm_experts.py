@@ -6,11 +6,13 @@ device (`layouts.expert_ends`), so no count reaches the host. Never imports the 
 
 The fused kernel (Blackwell alone) routes, multiplies by both matrices and adds up in one launch; it
 takes its input through a buffer of the library, which is made once, before a capture, for the
-largest number of tokens. One rank's buffer is plain memory.
+largest number of tokens, and knows its numbers of experts: target and drafter have one each. One
+rank's buffer is plain memory.
 
 Source: DeepGEMM, sgl-deep-gemm 0.2.2 and 0.2.5.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from decodegrid.kernels.providers.deep_gemm import FP4, FP8, check_scales, packed_words
 from decodegrid.kernels.providers.wrapper import (
+    KernelArgumentError,
     Wrapper,
     bind,
     define,
@@ -267,6 +270,25 @@ MEGA_SCHEMA = (
 )
 
 
+class OneRank:
+    """What the buffer asks of the process group of a single rank, without one."""
+
+    def size(self) -> int:
+        """Ranks."""
+        return 1
+
+    def rank(self) -> int:
+        """Of this process."""
+        return 0
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+
+Buffers = Mapping[tuple[int, int], MegaMoe]
+"""By (experts, experts of a token)."""
+
+
 def make_mega_buffer(
     module: ModuleType,
     group: Any,
@@ -282,10 +304,22 @@ def make_mega_buffer(
     )
 
 
-def bind_mega_moe(module: ModuleType, mega: MegaMoe) -> None:
-    """Make the fused kernel the CUDA implementation of `mega_moe`, for the process's one buffer."""
-    item = Wrapper(MEGA_SCHEMA, check_mega_moe, lambda _, *args: mega.run(module, *args))
-    bind(LIBRARY, (item,), module)
+def bind_mega_moe(module: ModuleType, buffers: Buffers) -> None:
+    """Make the fused kernel the CUDA implementation of `mega_moe`, for the process's buffers.
+
+    The op raises KernelArgumentError for experts that no buffer was made for.
+    """
+
+    def call(module: ModuleType, codes: Tensor, scales: Tensor, ids: Tensor, *rest: Tensor) -> None:
+        key = rest[1].shape[0], ids.shape[1]
+        if key not in buffers:
+            raise KernelArgumentError(
+                f"mega_moe: {key[0]} experts, {key[1]} of a token; buffers are there for "
+                f"{', '.join(map(str, buffers))}"
+            )
+        buffers[key].run(module, codes, scales, ids, *rest)
+
+    bind(LIBRARY, (Wrapper(MEGA_SCHEMA, check_mega_moe, call),), module)
 
 
 _MEGA = Wrapper(MEGA_SCHEMA, check_mega_moe, MegaMoe.run)

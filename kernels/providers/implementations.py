@@ -8,6 +8,7 @@ Source: the libraries' host-side checks; spec of what runs on which architecture
 """
 
 from decodegrid.kernels.native import OPS
+from decodegrid.kernels.providers import tile_needs
 from decodegrid.kernels.providers.packages import (
     CUDA_PYTHON,
     DEEP_EP,
@@ -20,8 +21,10 @@ from decodegrid.kernels.providers.registry import (
     Fit,
     Implementation,
     Kind,
+    Needs,
     StepShape,
     fits_always,
+    needs_nothing,
 )
 from decodegrid.kernels.records import RecordFormat
 from decodegrid.kernels.tile.table import Size, TileKernel, kernels
@@ -89,7 +92,7 @@ def _fits_records(shape: StepShape) -> str:
 
 def _built(op: str, **sizes: Size) -> str:
     """ "" where there is a kernel of ours at these sizes."""
-    if TileKernel(op, "", sizes).name in {kernel.name for kernel in kernels() if kernel.archs}:
+    if TileKernel(op, "", sizes).name in {kernel.name for kernel in kernels()}:
         return ""
     words = ", ".join(f"{name} {value}" for name, value in sizes.items() if name != "page")
     return f"no kernel is built for {words}"
@@ -162,13 +165,16 @@ def _multiple(name: str, value: int, of: int) -> str:
 
 
 def _library(
-    op: str, call: str, targets: frozenset[Target], package: Package, fit: Fit
+    op: str, call: str, targets: frozenset[Target], package: Package, fit: Fit,
+    needs: Needs = needs_nothing,
+) -> Implementation:  # fmt: skip
+    return Implementation(op, Kind.LIBRARY, call, targets, package, fit, needs)
+
+
+def _tile(
+    op: str, call: str, fit: Fit, needs: Needs, targets: frozenset[Target] = CUDA
 ) -> Implementation:
-    return Implementation(op, Kind.LIBRARY, call, targets, package, fit)
-
-
-def _tile(op: str, call: str, fit: Fit, targets: frozenset[Target] = CUDA) -> Implementation:
-    return Implementation(op, Kind.TILELANG, call, targets, CUDA_PYTHON, fit)
+    return Implementation(op, Kind.TILELANG, call, targets, CUDA_PYTHON, fit, needs)
 
 
 def _plain(op: str, call: str, fit: Fit = fits_always) -> Implementation:
@@ -178,12 +184,18 @@ def _plain(op: str, call: str, fit: Fit = fits_always) -> Implementation:
 _CUDA_FIRST: tuple[Implementation, ...] = (
     _library("linear", "DeepGEMM bf16_gemm_nt", CUDA, DEEP_GEMM, _fits_matrices),
     _library("grouped_linear", "DeepGEMM einsum", CUDA, DEEP_GEMM, fits_bfloat16),
-    _library("packed_linear", "DeepGEMM fp8_fp4_gemm_nt", SM100, DEEP_GEMM, _fits_matrices),
+    _library(
+        "packed_linear", "DeepGEMM fp8_fp4_gemm_nt", SM100, DEEP_GEMM, _fits_matrices,
+        tile_needs.column_casts,
+    ),
     _library(
         "packed_linear", "DeepGEMM bf16_gemm_nt, weights widened at load", SM90, DEEP_GEMM,
         _fits_matrices,
     ),
-    _library("packed_grouped_linear", "DeepGEMM fp8_einsum", SM100, DEEP_GEMM, fits_bfloat16),
+    _library(
+        "packed_grouped_linear", "DeepGEMM fp8_einsum", SM100, DEEP_GEMM, fits_bfloat16,
+        tile_needs.group_casts,
+    ),
     _library(
         "packed_grouped_linear", "DeepGEMM einsum, weights widened at load", SM90, DEEP_GEMM,
         fits_bfloat16,
@@ -192,8 +204,13 @@ _CUDA_FIRST: tuple[Implementation, ...] = (
         "routed_experts", "DeepGEMM m_grouped_bf16_gemm_nt_contiguous", CUDA, DEEP_GEMM,
         _fits_experts,
     ),
-    _library("packed_experts", "DeepGEMM fp8_fp4_mega_moe", SM100, DEEP_GEMM, _fits_experts),
-    _tile("packed_experts", "grouped FP4 product", _fits_tile_experts, SM90),
+    _library(
+        "packed_experts", "DeepGEMM fp8_fp4_mega_moe", SM100, DEEP_GEMM, _fits_experts,
+        tile_needs.row_casts,
+    ),
+    _tile(
+        "packed_experts", "grouped FP4 product", _fits_tile_experts, tile_needs.experts, SM90
+    ),
     _library(
         "attention", "FlashMLA flash_mla_with_kvcache", SM100, FLASH_MLA, _fits_attention
     ),
@@ -201,17 +218,20 @@ _CUDA_FIRST: tuple[Implementation, ...] = (
         "attention", "FlashMLA flash_mla_with_kvcache, legacy", SM90, FLASH_MLA,
         _fits_hopper_attention,
     ),
-    _tile("attention", "sparse MLA decode", _fits_tile_attention),
+    _tile("attention", "sparse MLA decode", _fits_tile_attention, tile_needs.attention),
     _library(
         "select_entries", "DeepGEMM fp8_fp4_paged_mqa_logits, DeepSelect topk", SM100, DEEP_SELECT,
         _fits_unordered_index,
     ),
-    _tile("select_entries", "index logits, top-k, candidate blocks", _fits_tile_index),
-    _tile("encode_records", "store of records", _fits_tile_records),
-    _tile("take_records", "gather of records", _fits_tile_records),
-    _tile("sinkhorn", "Sinkhorn rounds", _fits_sinkhorn),
-    _tile("gumbel_noise", "coupled noise", _fits_noise),
-    _tile("filter_logits", "sampling filters", _fits_filters),
+    _tile(
+        "select_entries", "index logits, top-k, candidate blocks", _fits_tile_index,
+        tile_needs.selection,
+    ),
+    _tile("encode_records", "store of records", _fits_tile_records, tile_needs.stores),
+    _tile("take_records", "gather of records", _fits_tile_records, tile_needs.gathers),
+    _tile("sinkhorn", "Sinkhorn rounds", _fits_sinkhorn, tile_needs.sinkhorn),
+    _tile("gumbel_noise", "coupled noise", _fits_noise, tile_needs.noise),
+    _tile("filter_logits", "sampling filters", _fits_filters, tile_needs.filters),
     _library("expert_exchange", "DeepEP dispatch and combine", CUDA, DEEP_EP, _fits_several_ranks),
 )  # fmt: skip
 

@@ -3,10 +3,12 @@
 Owns the rule: of an op's implementations, in order of preference (`implementations.py`), the first
 one whose device, library and shapes all fit. Device capability decides first; a library that is
 installed is never chosen for a card that it has no kernels for. Plain torch fits everywhere, so
-the choice is total. The result is frozen, holds for one deployment, and is passed to who needs it;
-nothing here is kept between calls.
+the choice is total. A kernel of ours whose cubin is not there does not fit, nor does a library's
+call that needs one beside it. The result is frozen, holds for one deployment, and is passed to who
+needs it; nothing here is kept between calls.
 
-Data flow: `Device`, probes, `StepShape` and the state of the native kernels -> `KernelTable`.
+Data flow: `Device`, probes, `StepShape`, the cubins that are there and the state of the native
+kernels -> `KernelTable`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +24,10 @@ from decodegrid.kernels.providers.probe import (
     Target,
     target_words,
 )
+from decodegrid.kernels.tile.table import BLACKWELL, HOPPER, kernels
+
+ARCH_OF: Mapping[Target, str] = MappingProxyType({Target.SM90: HOPPER, Target.SM100: BLACKWELL})
+"""What kernels of ours are built for, by device."""
 
 
 class Kind(StrEnum):
@@ -64,6 +70,27 @@ class StepShape:
     packed_experts: bool
     """MXFP4 experts stay packed."""
     num_ranks: int = 1
+    draft_experts: int = 0
+    """Of a layer of the drafter; 0 without one."""
+    packed_inputs: tuple[int, ...] = ()
+    """Inputs of the FP8 projections, each number once."""
+    group_inputs: int = 0
+    """Inputs of one group of the grouped FP8 projection."""
+    ratios: tuple[int, ...] = ()
+    """Tokens of an entry, each number once; none in a model without compressed keys."""
+    candidate_block: int = 0
+    """Entries of a candidate block; 0 without them."""
+    candidate_count: int = 0
+    """Candidate blocks that are kept."""
+
+
+Needs = Callable[[StepShape], tuple[str, ...]]
+"""Names of the kernels of ours that an implementation launches at a shape."""
+
+
+def needs_nothing(shape: StepShape) -> tuple[str, ...]:
+    """No kernel of ours."""
+    return ()
 
 
 Fit = Callable[[StepShape], str]
@@ -86,6 +113,7 @@ class Implementation:
     targets: frozenset[Target]
     package: Package | None = None
     fit: Fit = fits_always
+    needs: Needs = needs_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +147,32 @@ class NativeState:
 
 
 @dataclass(frozen=True, slots=True)
+class BuiltKernels:
+    """The kernels of ours that can be launched."""
+
+    names: frozenset[str]
+    where: str
+    """Behind "no cubin of NAME": where it was looked for, or why there is none."""
+    install: str = ""
+    """What a user would do to have more of them."""
+    digest: str = ""
+    """Hash of the cubins; empty where none are there."""
+
+
+def as_if_built(target: Target) -> BuiltKernels:
+    """Every kernel that is built for a device."""
+    arch = ARCH_OF.get(target, "")
+    return BuiltKernels(frozenset(k.name for k in kernels() if arch in k.archs), "is built")
+
+
+@dataclass(frozen=True, slots=True)
 class KernelTable:
     """The choice for every op on one device; never changes."""
 
     device: Device
     choices: Mapping[str, Choice]
     probes: tuple[Probe, ...]
+    built: BuiltKernels
 
     def chosen(self, op: str) -> Implementation:
         """The implementation of an op. Raises KeyError for a name that is none."""
@@ -145,6 +193,7 @@ class KernelTable:
         """Plain values, the same for the same machine and deployment."""
         return {
             "device": {"target": str(self.device.target), "words": self.device.words},
+            "cubins": {"count": len(self.built.names), "digest": self.built.digest},
             "ops": [_choice_json(choice) for choice in self.choices.values()],
             "libraries": [
                 {
@@ -184,9 +233,11 @@ def choose(
     probes: Sequence[Probe],
     shape: StepShape,
     native: NativeState,
+    built: BuiltKernels | None = None,
 ) -> KernelTable:
     """Choose for every op that `implementations` name, in their order of preference.
 
+    built: the cubins that are there; None takes every kernel that can be built for the device.
     Raises ValueError where an op has no implementation that fits everything, which would be a fault
     of the list.
     """
@@ -194,12 +245,15 @@ def choose(
     for item in implementations:
         by_op.setdefault(item.op, []).append(item)
     found = {probe.package.name: probe for probe in probes}
+    built = as_if_built(device.target) if built is None else built
     choices = {}
     for op, candidates in by_op.items():
         chosen: Implementation | None = None
         rejected = []
         for item in candidates:
             refusal = _refusal(item, device, found, shape, native)
+            if refusal is None:
+                refusal = _lack(item, device.target, shape, built)
             if refusal is None and chosen is None:
                 chosen = item
             elif refusal is None:
@@ -210,7 +264,7 @@ def choose(
             raise ValueError(f"op {op} has no implementation for {device.words}")
         note = native.words if chosen.kind is Kind.NATIVE else ""
         choices[op] = Choice(op, chosen, note, tuple(rejected))
-    return KernelTable(device, MappingProxyType(choices), tuple(probes))
+    return KernelTable(device, MappingProxyType(choices), tuple(probes), built)
 
 
 def _later_words(chosen: Implementation | None) -> str:
@@ -243,6 +297,21 @@ def _refusal(
     # Another version or distribution helps there; nothing that is installed helps another card.
     helps = probe.state not in (State.NO_DEVICE, State.OTHER_DEVICE)
     return Rejected(item, probe.reason, item.package.install if helps else "")
+
+
+def _lack(
+    item: Implementation, target: Target, shape: StepShape, built: BuiltKernels
+) -> Rejected | None:
+    """Which kernel of ours an implementation lacks; None for one that has all it launches."""
+    missing = [name for name in item.needs(shape) if name not in built.names]
+    if not missing:
+        return None
+    known = as_if_built(target).names
+    unknown = [name for name in missing if name not in known]
+    if unknown:
+        return Rejected(item, f"no kernel is built for these sizes: {unknown[0]}")
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return Rejected(item, f"no cubin of {missing[0]}{more} {built.where}", built.install)
 
 
 def as_if_installed(packages: Sequence[Package], target: Target) -> tuple[Device, list[Probe]]:

@@ -22,7 +22,7 @@ from typing import Any
 import tilelang.language as T
 
 from decodegrid.kernels.records import RecordFormat, record_bytes
-from decodegrid.kernels.tile.filters import LOWEST, key_value, next_key
+from decodegrid.kernels.tile.filters import LOWEST, count_row, key_value, next_key
 from decodegrid.kernels.tile.records import record_value
 
 
@@ -108,11 +108,12 @@ def block_scores(block: int, splits: int = 8, threads: int = 128) -> Any:
 
 
 @T.macro
-def find_threshold(scores, row, length, k, columns, tally, number, level, bound, index_bits):
+def find_threshold(scores, row, length, k, columns, level, bound, index_bits):
     """Set level[0] to the lowest kept score, and bound[0], below which its indices are kept.
 
     If fewer than k scores are above -inf, all of these are kept. level: (1,) float32 and bound:
-    (1,) int32, one thread's own; tally: (columns,) and number: (1,) int32 fragments."""
+    (1,) int32, one thread's own."""
+    count = T.alloc_local((1,), T.int32)
     key = T.alloc_var(T.int32)
     trial = T.alloc_var(T.int32)
     room = T.alloc_var(T.int32)
@@ -122,36 +123,18 @@ def find_threshold(scores, row, length, k, columns, tally, number, level, bound,
     for bit in T.serial(32):
         trial = next_key(key, bit)
         level[0] = key_value(trial)
-        T.fill(tally, 0)
-        for tile in T.serial(T.ceildiv(length, columns)):
-            for j in T.Parallel(columns):
-                if tile * columns + j < length:
-                    if scores[row, tile * columns + j] >= level[0]:
-                        tally[j] = tally[j] + 1
-        T.reduce_sum(tally, number, dim=0)
-        if number[0] >= k:
+        count_row(scores, row, length, columns, "from", level, count)
+        if count[0] >= k:
             key = trial
             is_found = 1
     level[0] = T.if_then_else(is_found == 1, key_value(key), -T.infinity(T.float32))
     if is_found == 1:
-        T.fill(tally, 0)
-        for tile in T.serial(T.ceildiv(length, columns)):
-            for j in T.Parallel(columns):
-                if tile * columns + j < length:
-                    if scores[row, tile * columns + j] > level[0]:
-                        tally[j] = tally[j] + 1
-        T.reduce_sum(tally, number, dim=0)
-        room = k - number[0]
+        count_row(scores, row, length, columns, "above", level, count)
+        room = k - count[0]
         for bit in T.serial(index_bits):
             trial = bound[0] + (T.int32(1) << (index_bits - 1 - bit))
-            T.fill(tally, 0)
-            for tile in T.serial(T.ceildiv(length, columns)):
-                for j in T.Parallel(columns):
-                    if (tile * columns + j < length) & (tile * columns + j < trial):
-                        if scores[row, tile * columns + j] == level[0]:
-                            tally[j] = tally[j] + 1
-            T.reduce_sum(tally, number, dim=0)
-            if number[0] <= room:
+            count_row(scores, row, T.min(length, trial), columns, "equal", level, count)
+            if count[0] <= room:
                 bound[0] = trial
 
 
@@ -168,14 +151,11 @@ def select_threshold(k: int, unit: int = 1, threads: int = 256, index_bits: int 
         bound: T.Tensor((t,), T.int32),
     ):
         with T.Kernel(t, threads=threads) as by:
-            tally = T.alloc_fragment((threads,), T.int32)
-            number = T.alloc_fragment((1,), T.int32)
             lowest = T.alloc_local((1,), T.float32)
             ties = T.alloc_local((1,), T.int32)
+            length = T.alloc_var(T.int32)
             length = T.cast(T.ceildiv(lengths[by], T.int64(unit)), T.int32)
-            find_threshold(
-                scores, by, length, k, threads, tally, number, lowest, ties, index_bits
-            )
+            find_threshold(scores, by, length, k, threads, lowest, ties, index_bits)
             level[by] = lowest[0]
             bound[by] = ties[0]
 
@@ -248,11 +228,11 @@ def select_top_k(k: int, threads: int = 256, index_bits: int = 20) -> Any:
             lowest = T.alloc_local((1,), T.float32)
             ties = T.alloc_local((1,), T.int32)
             counts = T.alloc_shared((threads,), T.int32)
+            length = T.alloc_var(T.int32)
             length = T.cast(lengths[by], T.int32)
-            find_threshold(
-                scores, by, length, k, threads, tally, number, lowest, ties, index_bits
-            )
+            find_threshold(scores, by, length, k, threads, lowest, ties, index_bits)
             # Each thread compacts a run of the row; its place follows from the runs before.
+            run = T.alloc_var(T.int32)
             run = T.ceildiv(length, threads)
             for i in T.Parallel(threads):
                 found = T.alloc_var(T.int32, init=0)

@@ -12,13 +12,13 @@ Data flow: table entry -> PrimFunc -> `Lowered` (source text and `Launch` facts)
 
 import importlib
 import re
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import tilelang
 from tilelang import tvm
 from tvm.target import Target
 
+from decodegrid.kernels.tile.launch import Launch, Lowered
 from decodegrid.kernels.tile.table import TileKernel, find_op
 
 PASS_CONFIGS = {"tl.disable_tma_lower": True, "tl.disable_warp_specialized": True}
@@ -26,34 +26,6 @@ PASS_CONFIGS = {"tl.disable_tma_lower": True, "tl.disable_warp_specialized": Tru
 _ENTRY = re.compile(r'extern "C" __global__ void[^;{]*?\b(\w+)\s*\(([^)]*)\)\s*\{')
 _GRID_TAGS = ("blockIdx.x", "blockIdx.y", "blockIdx.z")
 _BLOCK_TAGS = ("threadIdx.x", "threadIdx.y", "threadIdx.z")
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What a launch needs, in plain values."""
-
-    entry: str
-    tensors: list[dict[str, Any]]
-    """name, dtype and shape of each tensor in call order; a shape has numbers and size names."""
-    arguments: list[str]
-    """What the function takes, in order: names of tensors (their pointers) and of sizes (int32)."""
-    grid: list[str]
-    """Three expressions in the size names, Python integer arithmetic."""
-    block: list[int]
-    shared_bytes: int
-    """Dynamic shared memory."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values for the manifest."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """One kernel for one architecture, before nvcc."""
-
-    source: str
-    launch: Launch
 
 
 def prim_func(kernel: TileKernel) -> Any:
@@ -78,10 +50,12 @@ def lower(kernel: TileKernel, arch: str) -> Lowered:
         raise ValueError(f"{kernel.name} lowers to {len(entries)} CUDA functions; must be one")
     entry, parameters = entries[0]
     (body,) = device.values()
+    name = re.sub(r"\W", "_", kernel.name)
+    source = re.sub(rf"\b{entry}\b", name, artifact.kernel_source)
     extents = {str(tag): extent for tag, extent in body.attrs["thread_extent"].items()}
     shared = body.attrs.get("dyn_shared_memory_buf", 0)
     launch = Launch(
-        entry,
+        name,
         [_tensor(function.buffer_map[handle]) for handle in function.params],
         [_argument_name(text) for text in parameters.split(",")],
         [_expression(extents.get(tag, 1)) for tag in _GRID_TAGS],
@@ -89,7 +63,7 @@ def lower(kernel: TileKernel, arch: str) -> Lowered:
         int(shared),
     )
     _check(kernel.name, launch)
-    return Lowered(artifact.kernel_source, launch)
+    return Lowered(source, launch)
 
 
 def _tensor(buffer: Any) -> dict[str, Any]:

@@ -5,7 +5,8 @@ the kernel's, in order, all tensors; what is written is preallocated by the call
 schema. A `TileKernel` is an op at fixed sizes: one CUDA function. Rows, tokens, slots and pool
 sizes are read from the tensors at the call.
 
-Two models are built: V4.1-Flash as released, and the embedded one.
+Two models are built: V4.1-Flash as released, and the embedded one. Of the cut-down V4.1-Flash that
+the deployment for one H200 serves, only the number of experts is another.
 """
 
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ class TileKernel:
     """flash, tiny."""
     sizes: dict[str, Size] = field(hash=False)
     archs: tuple[str, ...] = ARCHS
-    """What it is built for; none where the CPU route is all there is."""
+    """What it is built for."""
 
     @property
     def name(self) -> str:
@@ -229,6 +230,8 @@ class _Model:
     vocab: int
     experts: tuple[tuple[int, int, int], ...]
     """(experts, outputs, inputs) of each grouped product."""
+    cut_experts: tuple[tuple[int, int, int], ...] = ()
+    """The same of a cut-down model, for Hopper alone: on Blackwell a library's kernel takes any."""
     row_dtype: str = "bfloat16"
     num_drafts: int = 5
     max_rows: int = 256
@@ -242,9 +245,10 @@ class _Model:
 _FLASH = _Model(
     "flash", (1280, 2304, 4096, 5120, 6144, 8192, 15360), 5120, 64, 512, 32, 128, 512, 2048, 128,
     128, 129280, ((384, 4608, 5120), (384, 5120, 2304), (128, 4608, 5120), (128, 5120, 2304)),
+    ((64, 4608, 5120), (64, 5120, 2304)),
 )
 _TINY = _Model(
-    "tiny", (128, 256), 256, 8, 64, 16, 32, 64, 12, 64, 64, 2048,
+    "tiny", (128, 256, 384, 768), 256, 8, 64, 16, 32, 64, 12, 64, 64, 2048,
     ((8, 256, 256), (8, 256, 128), (4, 256, 256), (4, 256, 128)),
 )
 _Q8, _Q4N, _Q4X = 0, 1, 2
@@ -288,10 +292,8 @@ def _kernels(model: _Model) -> Iterator[TileKernel]:
     )
     yield make("split_lengths", num_drafts=model.num_drafts, max_rows=model.max_rows)
     yield make("accept", num_drafts=model.num_drafts, stop_ids=8)
-    for op in ("uniform_bits", "gumbel_noise"):
+    for op in ("uniform_bits", "gumbel_noise", "filter_logits"):
         yield make(op, vocab=model.vocab)
-    # TileLang had not lowered it to CUDA after two minutes: it is known on the CPU route alone.
-    yield TileKernel("filter_logits", model.name, {"vocab": model.vocab}, ())
     yield make("compress_pairs", dim=model.head_dim)
     yield make("block_scores", block=8)
     yield make("select_threshold", k=model.candidate_blocks, unit=8)
@@ -300,8 +302,10 @@ def _kernels(model: _Model) -> Iterator[TileKernel]:
     yield make("select_top_k", k=model.index_topk)
     yield make("sinkhorn", copies=4, iters=20, eps=1e-6)
     yield make("hc_mix", dim=model.dim, copies=4, iters=20, norm_eps=1e-20, hc_eps=1e-6)
-    for experts, outputs, inputs in model.experts:
-        yield make("grouped_fp4", experts=experts, outputs_of=outputs, inputs=inputs)
+    for group, archs in ((model.experts, ARCHS), (model.cut_experts, (HOPPER,))):
+        for experts, outputs, inputs in group:
+            product: dict[str, Size] = {"experts": experts, "outputs_of": outputs, "inputs": inputs}
+            yield TileKernel("grouped_fp4", model.name, product, archs)
     pages = (0, model.block_size) if model.head_dim == 512 else (0,)
     for page in pages:
         archs = ARCHS if page == 0 else (HOPPER,)
@@ -311,7 +315,7 @@ def _kernels(model: _Model) -> Iterator[TileKernel]:
 
 
 def kernels() -> tuple[TileKernel, ...]:
-    """All kernels, each name once; one without `archs` is not built."""
+    """All kernels, each name once."""
     made: dict[str, TileKernel] = {}
     for model in (_FLASH, _TINY):
         for kernel in _kernels(model):

@@ -79,6 +79,26 @@ def test_a_function_that_is_not_torchs_own_is_called_where_it_is():
     assert "extern_kernels.mm(" in reduced.text and "async_compile" not in reduced.text
 
 
+def test_an_op_is_looked_up_once(monkeypatch):
+    source = """
+import torch
+
+def call(args):
+    x, = args
+    y = torch.ops.aten.cumsum.default(x, 1)
+    torch.ops.aten.add_.Tensor(y, torch.ops.aten.cumsum.default(y, 0), alpha=2)
+    return y.relu()
+"""
+    reduced = reduce_module(source)
+    call = load_module(compile(reduced.text, "test", "exec"), {})
+    assert reduced.text.count("torch.ops.aten.cumsum.default") == 1
+    # Nothing of it is asked for at a call.
+    monkeypatch.setattr(torch, "ops", None)
+    x = torch.rand(3, 4) - 0.5
+    y = x.cumsum(1)
+    assert torch.equal(call([x]), (y + 2 * y.cumsum(0)).relu())
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

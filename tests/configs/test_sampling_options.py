@@ -37,14 +37,16 @@ speculation:
     coupled: [1.5, 2, 0.5]
     rejection: [1e-9, 0.25, 1.0]
 """
-    assert load(tmp_path, text).speculation.draft_temperatures == (1.5, 2.0, 0.5)
+    assert load(tmp_path, text).speculation.draft_temperatures() == (1.5, 2.0, 0.5)
     other = load(tmp_path, text, "speculation.verify=rejection").speculation
-    assert other.draft_temperatures == (1e-5, 0.25, 1.0)
+    assert other.draft_temperatures() == (1e-5, 0.25, 1.0)
     half = load(tmp_path, "", "speculation.confidence_temperatures.coupled=[1, 2, 3, 4, 5]")
-    assert half.speculation.draft_temperatures == (1.0, 2.0, 3.0, 4.0, 5.0)
+    assert half.speculation.draft_temperatures() == (1.0, 2.0, 3.0, 4.0, 5.0)
+    assert half.speculation.draft_temperatures((9.0,) * 5) == (1.0, 2.0, 3.0, 4.0, 5.0)
     plain = SpeculationSection(num_draft_tokens=2, verify="rejection")
-    assert plain.draft_temperatures == (1.0, 1.0)
-    assert SpeculationSection(num_draft_tokens=0).draft_temperatures == ()
+    assert plain.draft_temperatures((0.5, 1e-9, 4.0)) == (0.5, 1e-5)
+    assert plain.draft_temperatures() == (1.0, 1.0)
+    assert SpeculationSection(num_draft_tokens=0).draft_temperatures() == ()
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,6 @@ def test_the_first_k_temperatures_count(tmp_path: Path) -> None:
     text = "speculation: {num_draft_tokens: %d, confidence_temperatures: {coupled: [1, 2.0, 3]}}"
     for drafts, temperatures in ((0, ()), (2, (1.0, 2.0)), (3, (1.0, 2.0, 3.0))):
         settings = load(tmp_path, text % drafts).speculation
-        assert settings.draft_temperatures == temperatures
+        assert settings.draft_temperatures() == temperatures
     with pytest.raises(ConfigError, match="num_draft_tokens = 4 or more, got 3"):
         load(tmp_path, text % 4)

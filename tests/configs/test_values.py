@@ -65,7 +65,8 @@ def test_a_text_that_nothing_can_be_named_is_refused_where_it_stands(
     path = tmp_path / "x.yaml"
     for section, key in (
         ("model", "checkpoint"), ("compile", "package"), ("compile", "cache_dir"),
-        ("dumps", "directory"), ("server", "host"), ("server", "api_keys_file"),
+        ("compile", "cubins_dir"), ("dumps", "directory"), ("server", "host"),
+        ("server", "api_keys_file"),
     ):  # fmt: skip
         path.write_text(f'{section}:\n  {key}: "{escape}"\n')
         with pytest.raises(ConfigError) as caught:

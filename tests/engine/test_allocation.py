@@ -12,7 +12,8 @@ from decodegrid.capture.lowering import CompileOptions
 from decodegrid.capture.phases import PhaseClock
 from decodegrid.configs.load import load_config
 from decodegrid.engine import build
-from decodegrid.engine.build import RunnerOptions, make_runner, named_allocation, state_words
+from decodegrid.engine.build import RunnerOptions, make_runner
+from decodegrid.engine.memory_errors import named_allocation, state_words
 from decodegrid.graphs.state import Capacity
 
 

@@ -2,18 +2,21 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from decodegrid.configs.load import load_config
+from decodegrid.configs.load import LoadedConfig, load_config
+from decodegrid.configs.sections import SpeculationSection
 from decodegrid.engine import build
 from decodegrid.engine.cli_options import add_sampling_options, sampling_from_options
 from decodegrid.engine.llm import LLM
 from decodegrid.engine.runner_protocol import SlotRequest
 from decodegrid.engine.sampling_params import SamplingParams
 from decodegrid.engine.tokenizer import Tokenizer
+from decodegrid.graphs.model_config import Calibration, ModelConfig, parse_model_config
 
 
 def test_filters_reach_the_slot(tokenizer: Tokenizer, make_runner: Callable[..., Any]) -> None:
@@ -61,7 +64,9 @@ def test_flags_win_over_the_deployment(flags: list[str], top_p: float, top_k: in
 @pytest.mark.parametrize(
     ("overrides", "verify", "temperatures"),
     [
-        (["speculation.confidence_temperatures.coupled=[]"], "coupled", (1.0, 1.0, 1.0)),
+        # The checkpoint's own, where the deployment has none.
+        ([], "coupled", (1.25, 0.75, 0.5)),
+        (["speculation.verify=rejection"], "rejection", (3.0, 1e-5, 1.0)),
         (["speculation.confidence_temperatures.coupled=[2, 3, 4]"], "coupled", (2.0, 3.0, 4.0)),
         (
             [
@@ -82,6 +87,13 @@ def test_the_deployment_reaches_the_build(
     temperatures: tuple[float, ...],
 ) -> None:
     made: list[build.RunnerOptions] = []
+    check_settings = build.check_settings
+
+    def calibrated(loaded: LoadedConfig) -> ModelConfig:
+        kept = Calibration((1.25, 0.75, 0.5, 9.0, 9.0), (3.0, 1e-9, 1.0, 9.0, 9.0))
+        return replace(check_settings(loaded), dspark_confidence_temperatures=kept)
+
+    monkeypatch.setattr(build, "check_settings", calibrated)
     monkeypatch.setattr(build, "load_model", lambda *args, **options: None)
     monkeypatch.setattr(build, "make_runner", lambda model, options, clock: made.append(options))
     threads = torch.get_num_threads()
@@ -90,3 +102,13 @@ def test_the_deployment_reaches_the_build(
     (options,) = made
     assert options.capacity.verify == verify
     assert options.draft_temperatures == temperatures
+
+
+def test_a_checkpoint_that_nobody_calibrated(make_raw: Callable[..., dict[str, Any]]) -> None:
+    model = parse_model_config(make_raw())
+    assert model.dspark_confidence_temperatures is None
+    empty = {"speculation": SpeculationSection(num_draft_tokens=3)}
+    config = load_config(None, []).config.model_copy(update=empty)
+    assert build.divisors_of(config, model) == (1.0, 1.0, 1.0)
+    nothing = config.model_copy(update={"speculation": SpeculationSection(num_draft_tokens=0)})
+    assert build.divisors_of(nothing, model) == (1.0,)

@@ -13,6 +13,9 @@ import pytest
 from decodegrid.configs.load import CONFIGS_DIR, load_config
 from decodegrid.configs.schema import DeploymentConfig
 from decodegrid.engine.cli import main
+from decodegrid.engine.doctor_kernels import kernel_table
+from decodegrid.graphs.checkpoint import read_checkpoint_config
+from decodegrid.kernels.providers.registry import Kind
 
 CUT = {
     "n_routed_experts": 64,
@@ -225,3 +228,36 @@ def test_they_say_where_cuda_stands_and_why_each_value(name: str) -> None:
         if line.startswith("  ") and "#" not in line and line.strip()
     ]
     assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("h200.yaml", "sm90"), ("v41-flash-8gpu.yaml", "sm90"), ("v41-flash-8gpu.yaml", "sm100"),
+        ("tiny.yaml", "sm90"), ("tiny.yaml", "sm100"), ("tiny-v41.yaml", "sm90"),
+        ("tiny-v41.yaml", "sm100"),
+    ],
+)  # fmt: skip
+def test_no_kernel_of_their_sizes_is_missing(
+    name: str, target: str, description: Callable[[str], Path]
+) -> None:
+    """On the cards that each is for: an op runs plain torch only where the device has nothing else
+    for it, or for a reason other than the sizes."""
+    loaded = load_config(CONFIGS_DIR / name, ["model.device=cuda", "model.dtype=bfloat16"])
+    folder = loaded.checkpoint_dir if "tiny" in name else description(name).parent
+    table = kernel_table(loaded, read_checkpoint_config(folder), target)
+    plain = [choice for choice in table.choices.values() if choice.chosen.kind is Kind.REFERENCE]
+    missing = {
+        choice.op: item.reason
+        for choice in plain
+        for item in choice.rejected
+        if table.device.target in item.implementation.targets and "no kernel" in item.reason
+    }
+    assert missing == {}
+    if name != "tiny.yaml":
+        # Keys that are no records have no kernels; these have them all.
+        assert not {choice.op for choice in plain} & {
+            "linear", "packed_linear", "packed_grouped_linear", "packed_experts", "attention",
+            "select_entries", "encode_records", "take_records", "sinkhorn", "gumbel_noise",
+            "filter_logits",
+        }  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from decodegrid.kernels.providers.packages import PACKAGES
 from decodegrid.kernels.providers.probe import Device, Target, probe_all, read_device
 from tests.gpu.figures import Budget, Row, format_table
+from tests.gpu.travel import ROOT, describe
 
 FOLDERS = {Target.SM90: "sm_90a", Target.SM100: "sm_100a"}
 Part = Callable[[], Iterator[Row]]
@@ -30,8 +31,9 @@ def skip_reason(device: Device) -> str:
     return ""
 
 
-def facts(device: Device) -> Iterator[Row]:
+def facts(device: Device, travels: str) -> Iterator[Row]:
     """Machine and versions, for the README's table."""
+    yield Row("travels", travels)
     yield Row("device", device.words)
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
     yield Row("versions", versions, f"Python {platform.python_version()}")
@@ -86,12 +88,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (folder / "manifest.json").is_file():
         print(f"error: no cubins in {folder}: python -m decodegrid.kernels.tile.build")
         return 2
+    try:
+        travels = describe(ROOT, args.cubins)
+    except ValueError as error:
+        print(f"error: {error}")
+        return 2
     # Imported here: nothing below is of use without a card.
     from tests.gpu.measure import Bench
 
     bench = Bench(device, folder)
     parts = [
-        ("facts", 1.0, lambda: facts(device)),
+        ("facts", 1.0, lambda: facts(device, travels)),
         ("values", 60.0, bench.values),
         ("tiny step", 60.0, bench.tiny_step),
         ("released step", 120.0, bench.released_step),

@@ -4,8 +4,10 @@ Data flow: cubins -> launcher -> cases compared with plain torch; scenes -> Cuda
 compared with the plain step, counted and timed -> rows.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,8 +22,16 @@ from decodegrid.kernels.providers.implementations import IMPLEMENTATIONS
 from decodegrid.kernels.providers.install import install
 from decodegrid.kernels.providers.packages import PACKAGES
 from decodegrid.kernels.providers.probe import Device, Target, probe_all
-from decodegrid.kernels.providers.registry import KernelTable, Kind, NativeState, choose
-from tests.gpu.cases import CASES, compare, has_case
+from decodegrid.kernels.providers.registry import (
+    BuiltKernels,
+    KernelTable,
+    Kind,
+    NativeState,
+    choose,
+)
+from tests.gpu.case_form import compare
+from tests.gpu.cases import CASES
+from tests.gpu.experts import expert_buffers
 from tests.gpu.figures import PEAK_BYTES_PER_S, Row, microseconds, share_of_peak
 from tests.gpu.scene import (
     FEW_LAYERS,
@@ -41,6 +51,26 @@ PAIRS = ((32, 192), (8, 48), (8, 8), (1, 6), (1, 1))
 TOLERANCE = 0.08
 """Of logits in units of their spread: bfloat16 sums in other orders."""
 SAMPLES, LAUNCHES = 20, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model and the state of its step."""
+
+    path: Path
+    capacity: Capacity
+    changes: Mapping[str, object]
+
+
+TINY = Setting(
+    ROOT / "configs/tiny-v41/config.json", Capacity(33, 33 * 8, 64, 512, DRAFTS, kv_cache="v41"), {}
+)
+RELEASED = Setting(
+    ROOT / "tests/released_config.json",
+    Capacity(33, 33 * 16, 128, 2048, DRAFTS, kv_cache="v41"),
+    FEW_LAYERS,
+)
+SETTINGS = (TINY, RELEASED)
 
 
 def split_name(facts: KernelFacts, manifest: dict[str, dict[str, object]]) -> tuple[str, dict]:
@@ -66,8 +96,6 @@ class Bench:
     """The card, its kernels, and the parts of a run."""
 
     def __init__(self, device: Device, folder: Path) -> None:
-        import json
-
         self.device = device
         self.launch = CubinLauncher(folder)
         self.manifest = json.loads((folder / "manifest.json").read_text())["kernels"]
@@ -75,54 +103,51 @@ class Bench:
         self.probes = probe_all(PACKAGES, device)
 
     def values(self) -> Iterator[Row]:
-        """Every kernel that has a case, against plain torch on the CPU."""
+        """Every kernel that was built, against plain torch on the CPU."""
         self.launch.load(list(self.launch.kernels))
         yield Row("cubins loaded", str(len(self.launch.kernels)))
-        wrong, count = [], 0
+        wrong = []
         for name, facts in self.launch.kernels.items():
             op, sizes = split_name(facts, self.manifest)
-            if not has_case(op, sizes):
-                continue
             case = CASES[op](sizes)
             tensors = [tensor.to(CARD) for tensor in case.tensors]
             self.launch(name, *tensors)
             torch.cuda.synchronize()
             outcome = compare(case, [tensor.cpu() for tensor in tensors])
-            count += 1
             if not outcome.is_right:
                 wrong.append(name)
                 yield Row(f"values {name}", "FAILED", f"largest difference {outcome.worst:.3g}")
+        count = len(self.launch.kernels)
         yield Row("kernels with the right values", f"{count - len(wrong)} of {count}")
 
-    def table(self, scene_shape: object) -> KernelTable:
-        """What runs here; bound to the ops."""
+    def table(self, setting: Setting) -> KernelTable:
+        """What runs here; bound to the ops, once for the models of all settings."""
+        config = read_config(setting.path, **setting.changes)
+        shape = shape_of(config, setting.capacity, DTYPE)
         native = NativeState(False, "for the CPU")
-        table = choose(IMPLEMENTATIONS, self.device, self.probes, scene_shape, native)  # type: ignore[arg-type]
-        install(table, self.launch)
+        built = BuiltKernels(frozenset(self.launch.kernels), "is among those that came along")
+        table = choose(IMPLEMENTATIONS, self.device, self.probes, shape, native, built)
+        make_buffers = None
+        if self.device.target is Target.SM100 and table.uses("packed_experts", Kind.LIBRARY):
+            models = [(read_config(s.path, **s.changes), s.capacity) for s in SETTINGS]
+            make_buffers = partial(expert_buffers, table.module("deep_gemm"), models)
+        install(table, self.launch, "kernels of this run", make_buffers)
         return table
 
-    def scene(self, path: Path, capacity: Capacity, **changes: object) -> tuple[Scene, KernelTable]:
+    def scene(self, setting: Setting) -> tuple[Scene, KernelTable]:
         """A step of a model with the kernels that were chosen for it."""
-        config = read_config(path, **changes)
-        table = self.table(shape_of(config, capacity, DTYPE))
+        config = read_config(setting.path, **setting.changes)
+        table = self.table(setting)
         kernels, forms = cuda_step.make_kernels(table), cuda_step.weight_forms(table)
-        if table.device.target is Target.SM100:
-            # The fused experts need a process group's buffer; here experts run as they are stored.
-            forms = replace(forms, experts=lambda w13, w2: (w13, w2))
-        return make_scene(config, capacity, CARD, DTYPE, kernels, forms), table
+        return make_scene(config, setting.capacity, CARD, DTYPE, kernels, forms), table
 
     def tiny_step(self) -> Iterator[Row]:
         """The embedded model's sizes: kernels against plain torch, graph against eager."""
-        capacity = Capacity(33, 33 * 8, 64, 512, DRAFTS, kv_cache="v41")
-        scene, table = self.scene(ROOT / "configs/tiny-v41/config.json", capacity)
-        yield from self.steps("tiny", scene, table)
+        yield from self.steps("tiny", *self.scene(TINY))
 
     def released_step(self) -> Iterator[Row]:
         """The released model's sizes in four layers and one drafter layer."""
-        capacity = Capacity(33, 33 * 16, 128, 2048, DRAFTS, kv_cache="v41")
-        path = ROOT / "tests/released_config.json"
-        scene, table = self.scene(path, capacity, **FEW_LAYERS)
-        yield from self.steps("released sizes", scene, table)
+        yield from self.steps("released sizes", *self.scene(RELEASED))
 
     def steps(self, name: str, scene: Scene, table: KernelTable) -> Iterator[Row]:
         """All pairs of one scene."""
@@ -188,12 +213,12 @@ class Bench:
         """Each product and attention kernel of the released sizes, alone, against the memory."""
         for name, facts in self.launch.kernels.items():
             op, sizes = split_name(facts, self.manifest)
-            if op not in ("grouped_fp4", "sparse_mla", "index_logits", "filter_logits"):
+            if op not in ("grouped_fp4", "sparse_mla", "index_logits"):
                 continue
-            if self.manifest[name]["model"] != "flash" or not has_case(op, sizes):
+            if self.manifest[name]["model"] != "flash":
                 continue
-            tensors = [tensor.to(CARD) for tensor in CASES[op](sizes).tensors]
-            moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            case = CASES[op](sizes)
+            tensors = [tensor.to(CARD) for tensor in case.tensors]
 
             def many(name: str = name, tensors: list[Tensor] = tensors) -> None:
                 for _ in range(LAUNCHES):
@@ -201,8 +226,8 @@ class Bench:
 
             many()
             samples = [seconds / LAUNCHES for seconds in event_seconds(many, 5)]
-            share = share_of_peak(moved, min(samples), self.peak)
-            yield Row(f"time {name}", microseconds(samples), f"all its tensors: {share}")
+            share = share_of_peak(case.moved, min(samples), self.peak)
+            yield Row(f"time {name}", microseconds(samples), f"what it touches once: {share}")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

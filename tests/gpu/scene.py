@@ -23,10 +23,13 @@ from decodegrid.graphs.state import Capacity, DecodeState, allocate_state
 from decodegrid.graphs.step_buffers import StepBuffers, allocate_buffers
 from decodegrid.graphs.target_step import StepModel
 from decodegrid.graphs.weight_packing import pack_weights
+from decodegrid.kernels.providers.laid_out import PLAIN_OF_ANY
 from decodegrid.kernels.providers.registry import StepShape
 from decodegrid.kernels.select_entries import select_entries
-from decodegrid.kernels.step_kernels import PLAIN, StepKernels, WeightForms
+from decodegrid.kernels.step_kernels import StepKernels, WeightForms
 
+MAX_CHUNK = 16
+"""Tokens of the largest prefill call; a scene makes none."""
 ROOT = Path(__file__).resolve().parents[2]
 SCALES = (116, 124)
 """E8M0 bytes of random weights: small enough that sums stay finite."""
@@ -49,7 +52,10 @@ def read_config(path: Path, **changes: Any) -> ModelConfig:
 
 
 def shape_of(config: ModelConfig, capacity: Capacity, dtype: torch.dtype) -> StepShape:
-    """What decides whether kernels fit."""
+    """What decides whether kernels fit: `decodegrid.engine.cuda_kernels.step_shape`, without a
+    deployment."""
+    sources = [config.compress_ratios[layer] for layer in config.kv_source_layer_ids]
+    has_candidates = config.candidate_source_layer_id is not None and bool(sources)
     return StepShape(
         dtype=str(dtype).removeprefix("torch."),
         hidden_size=config.hidden_size,
@@ -69,7 +75,26 @@ def shape_of(config: ModelConfig, capacity: Capacity, dtype: torch.dtype) -> Ste
         kv_records=capacity.kv_cache == "v41",
         packed_matrices=True,
         packed_experts=True,
+        draft_experts=config.dspark_n_routed_experts if capacity.num_draft_tokens else 0,
+        packed_inputs=_packed_inputs(config, capacity),
+        group_inputs=config.num_attention_heads * config.head_dim // config.o_groups,
+        ratios=tuple(sorted(set(sources))),
+        candidate_block=config.candidate_block_size if has_candidates else 0,
+        candidate_count=config.candidate_topk_blocks if has_candidates else 0,
     )
+
+
+def _packed_inputs(config: ModelConfig, capacity: Capacity) -> tuple[int, ...]:
+    """Inputs of the FP8 projections, each number once; Engram's are not there."""
+    found = [
+        config.hidden_size,
+        config.q_lora_rank,
+        config.o_groups * config.o_lora_rank,
+        config.moe_intermediate_size,
+    ]
+    if capacity.num_draft_tokens:
+        found.append(config.hidden_size * len(config.dspark_target_layer_ids))
+    return tuple(dict.fromkeys(found))
 
 
 def random_like(part: Any, device: str, generator: torch.Generator) -> Any:
@@ -203,7 +228,7 @@ def make_scene(
     if forms is not None:
         weights = lay_out_weights(weights, forms)
     state = allocate_state(config, capacity, dtype, device)
-    buffers = allocate_buffers(config, capacity, 16, dtype, device)
+    buffers = allocate_buffers(config, capacity, MAX_CHUNK, dtype, device)
     fill_state(state, config.vocab_size, config.head_dim, generator)
     regions = plain_regions(build_regions(config, capacity, as_ops=True, kernels=kernels))
     divisors = torch.ones(capacity.num_draft_tokens, dtype=torch.float32, device=device)
@@ -212,7 +237,9 @@ def make_scene(
 
 def plain_scene(scene: Scene) -> Scene:
     """The same model, state and buffers with plain torch everywhere; may wait for the device."""
-    specs = build_regions(scene.config, scene.model.state.capacity, as_ops=False, kernels=PLAIN)
+    specs = build_regions(
+        scene.config, scene.model.state.capacity, as_ops=False, kernels=PLAIN_OF_ANY
+    )
     calls = {**plain_regions(specs).calls, "select_entries": select_entries}
     return replace(scene, regions=RegionTable(calls))
 

@@ -1,20 +1,24 @@
 """What of the GPU run can be seen without one: its skip, arithmetic, cases and scene."""
 
-import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from decodegrid.configs.schema import DeploymentConfig
+from decodegrid.engine.cuda_kernels import step_shape
 from decodegrid.graphs.state import Capacity
+from decodegrid.kernels.providers.implementations import IMPLEMENTATIONS
+from decodegrid.kernels.providers.install import identity
+from decodegrid.kernels.providers.packages import PACKAGES
 from decodegrid.kernels.providers.probe import Device, Target
+from decodegrid.kernels.providers.registry import Kind, NativeState, as_if_installed, choose
 from decodegrid.kernels.step_kernels import OPS
-from decodegrid.kernels.tile.table import find_op, kernels
-from tests.gpu.cases import CASES, Case, compare, has_case
+from tests.gpu.case_form import Case, compare
+from tests.gpu.experts import expert_buffers
 from tests.gpu.figures import (
     Budget,
     Row,
@@ -25,36 +29,21 @@ from tests.gpu.figures import (
     visited_experts,
 )
 from tests.gpu.main import main, run_parts, skip_reason
-from tests.gpu.scene import ROOT, Scene, make_scene, plain_scene, read_config, weight_bytes
-
-TINY = [kernel for kernel in kernels() if kernel.model == "tiny"]
-WITH_CASES = [kernel for kernel in TINY if has_case(kernel.op, kernel.sizes)]
+from tests.gpu.measure import SETTINGS, Setting
+from tests.gpu.scene import (
+    ROOT,
+    Scene,
+    make_scene,
+    plain_scene,
+    read_config,
+    shape_of,
+    weight_bytes,
+)
 
 
 @pytest.fixture
 def no_card() -> None:
     assert not torch.cuda.is_available(), "these tests are about a machine without a GPU"
-
-
-def test_the_script_skips_cleanly(no_card: None, tmp_path: Path) -> None:
-    """A message, exit status 0, and neither TileLang nor pydantic on the way."""
-    blocker = tmp_path / "sitecustomize.py"
-    blocker.write_text("import sys\nsys.modules.update({'tilelang': None, 'pydantic': None})\n")
-    done = subprocess.run(
-        ["bash", "tests/gpu/run.sh"], cwd=ROOT, capture_output=True, text=True, check=False,
-        env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("skipped: ") and done.stdout.count("\n") == 1
-
-
-def test_the_card_parts_import_without_tilelang_and_pydantic(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules.update({'tilelang': None, 'pydantic': None, 'tvm': None})\n"
-        "import tests.gpu.measure, tests.gpu.main"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_which_cards_are_skipped() -> None:
@@ -106,36 +95,6 @@ def test_figures() -> None:
     assert budget.left(103.0) == 7.0
 
 
-def test_every_kernel_has_a_case_or_runs_in_the_step() -> None:
-    without = {kernel.op for kernel in kernels() if kernel.op not in CASES}
-    assert without == {
-        "store_hopper", "take_hopper", "decode_tokens", "accept", "select_threshold", "mark_blocks",
-    }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def cpu_route() -> Any:
-    path = ROOT / "tests" / "kernels" / "tile" / "cpu_route.py"
-    spec = importlib.util.spec_from_file_location("tile_cpu_route", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("kernel", WITH_CASES, ids=lambda kernel: kernel.name)
-def test_cases_hold_on_the_cpu(kernel: Any, cpu_route: Any) -> None:
-    """What a card will be asked, asked of the same sources' CPU form."""
-    case = CASES[kernel.op](kernel.sizes)
-    call = cpu_route.compile_kernel(
-        find_op(kernel.op).factory, kernel.sizes, ROOT / "build" / "tile-cpu"
-    )
-    call(*case.tensors)
-    outcome = compare(case, case.tensors)
-    assert outcome.is_right, outcome.worst
-
-
 def test_a_wrong_value_is_seen() -> None:
     right = torch.tensor([1.0, float("nan")])
     assert compare(Case([right], {0: right.clone()}), [right]).is_right
@@ -143,6 +102,63 @@ def test_a_wrong_value_is_seen() -> None:
     near = torch.tensor([1.001, float("nan")])
     assert compare(Case([near], {0: right}, 0.01), [near]).is_right
     assert not compare(Case([near], {0: right}, 1e-6), [near]).is_right
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.path.parent.name)
+def test_the_shape_is_a_deployments(setting: Setting) -> None:
+    """What kernels are chosen by, as an engine would have it for the same model."""
+    capacity = setting.capacity
+    config = read_config(setting.path, **setting.changes)
+    text = {
+        "model": {
+            "checkpoint": "there",
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "weights": "packed",
+        },
+        "cache": {"kv_cache": "v41", "block_size": capacity.block_size},
+        "speculation": {"num_draft_tokens": capacity.num_draft_tokens},
+    }
+    deployment = DeploymentConfig.model_validate(text)
+    assert shape_of(config, capacity, torch.bfloat16) == step_shape(deployment, config)
+
+
+@pytest.mark.parametrize("target", [Target.SM90, Target.SM100])
+def test_one_installation_serves_all_settings(target: Target) -> None:
+    """A process installs once: what both models choose must be the same."""
+    device, probes = as_if_installed(PACKAGES, target)
+    native, found = NativeState(False, "for the CPU"), []
+    for setting in SETTINGS:
+        config = read_config(setting.path, **setting.changes)
+        shape = shape_of(config, setting.capacity, torch.bfloat16)
+        table = choose(IMPLEMENTATIONS, device, probes, shape, native)
+        found.append((identity(table, ""), table.uses("packed_experts", Kind.LIBRARY)))
+    assert found[0] == found[1]
+    assert found[0][1] is (target is Target.SM100)
+
+
+def test_buffers_of_the_fused_experts() -> None:
+    """One for each number of experts, as large as the largest call; no two alike."""
+    asked = []
+
+    def make_buffer(*args: Any) -> object:
+        asked.append(args)
+        return object()
+
+    library = SimpleNamespace(mega=SimpleNamespace(get_symm_buffer_for_mega_moe=make_buffer))
+    models = [(read_config(s.path, **s.changes), s.capacity) for s in SETTINGS]
+    buffers = expert_buffers(library, models)
+    sizes = {(args[1], args[3]): args[2] for args in asked}
+    assert set(buffers) == set(sizes) and len(sizes) == len(asked) == 4
+    for model, capacity in models:
+        rows = capacity.num_slots - 1
+        key = model.n_routed_experts, model.num_experts_per_tok
+        assert sizes[key] == rows * (capacity.num_draft_tokens + 1)
+        key = model.dspark_n_routed_experts, model.dspark_num_experts_per_tok
+        assert sizes[key] == rows * model.dspark_block_size
+    assert all(args[0].size() == 1 for args in asked)
+    with pytest.raises(ValueError, match="two models with"):
+        expert_buffers(library, [models[0], models[0]])
 
 
 @pytest.fixture(scope="module")

@@ -399,8 +399,9 @@ def compiled_records_run(
     model.head.weight.mul_(4.0)
 
     def make_regions(
-        config: ModelConfig, capacity: Capacity, compiler: RegionCompiler, backend: Backend
-    ) -> RegionTable:
+        config: ModelConfig, capacity: Capacity, compiler: RegionCompiler, backend: Backend,
+        kernels: None = None,
+    ) -> RegionTable:  # fmt: skip
         calls = {}
         for name, item in build_regions(config, capacity, as_ops=True).items():
             if name in RECORD_REGIONS:

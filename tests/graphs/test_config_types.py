@@ -10,7 +10,12 @@ import pytest
 
 from decodegrid.graphs.checkpoint import read_checkpoint_config
 from decodegrid.graphs.checkpoint_names import CheckpointError
-from decodegrid.graphs.model_config import ModelConfig, load_model_config, parse_model_config
+from decodegrid.graphs.model_config import (
+    Calibration,
+    ModelConfig,
+    load_model_config,
+    parse_model_config,
+)
 from decodegrid.graphs.model_config_checks import ConfigFieldError
 
 TOP_LEVEL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -33,7 +38,8 @@ def other_types(value: Any) -> list[Any]:
     return [None, False, 0, [value], {}]
 
 
-NAMES = [field.name for field in fields(ModelConfig) if field.name != "quantized"]
+CALIBRATION = "dspark_confidence_temperatures"
+NAMES = [f.name for f in fields(ModelConfig) if f.name not in ("quantized", CALIBRATION)]
 NUMBERS = {field.name for field in fields(ModelConfig) if field.type is float}
 
 
@@ -151,3 +157,34 @@ def test_a_key_that_is_there_twice(small_raw: dict[str, Any], tmp_path: Path) ->
         load_model_config(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint_config(tmp_path)
+
+
+def test_a_calibration_is_read_and_names_no_other_model(small_raw: dict[str, Any]) -> None:
+    plain = parse_model_config(small_raw)
+    given = {"coupled": [1, 0.5, 2.0, 1.5, 1.0], "rejection": [0.25] * 5}
+    small_raw["text_config"][CALIBRATION] = given
+    config = parse_model_config(small_raw)
+    kept = config.dspark_confidence_temperatures
+    assert kept == Calibration((1.0, 0.5, 2.0, 1.5, 1.0), (0.25,) * 5)
+    assert repr(config) == repr(plain) and config != plain
+    small_raw["text_config"][CALIBRATION] = None
+    assert parse_model_config(small_raw) == plain
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ([1.0] * 5, ""),
+        ({"coupled": [1.0] * 5}, ""),
+        ({"coupled": [1.0] * 5, "rejection": [1.0] * 5, "other": []}, ""),
+        ({"coupled": [1.0] * 5, "rejection": [1.0] * 4}, r"\.rejection"),
+        ({"coupled": 1.0, "rejection": [1.0] * 5}, r"\.coupled"),
+        ({"coupled": [1.0] * 4 + ["1"], "rejection": [1.0] * 5}, r"\.coupled"),
+        ({"coupled": [1.0] * 5, "rejection": [1.0] * 4 + [0.0]}, r"\.rejection"),
+        ({"coupled": [1.0] * 5, "rejection": [1.0] * 4 + [float("nan")]}, r"\.rejection"),
+    ],
+)
+def test_another_form_of_calibration(small_raw: dict[str, Any], value: Any, place: str) -> None:
+    small_raw["text_config"][CALIBRATION] = value
+    with pytest.raises(ConfigFieldError, match=rf"text_config\.{CALIBRATION}{place}\b"):
+        parse_model_config(small_raw)

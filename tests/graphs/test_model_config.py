@@ -129,6 +129,9 @@ def test_missing_field(small_raw: dict[str, Any], name: str) -> None:
     if name == "quantized":
         assert not parse_model_config(small_raw).quantized, "floats may leave it out"
         return
+    if name == "dspark_confidence_temperatures":
+        assert parse_model_config(small_raw).dspark_confidence_temperatures is None
+        return
     parent = small_raw if name in TOP_LEVEL else small_raw["text_config"]
     del parent[name]
     prefix = "" if name in TOP_LEVEL else "text_config."

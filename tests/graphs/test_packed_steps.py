@@ -97,7 +97,7 @@ def few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only regions that take packed weights are compiled; the others run as they are."""
 
     def build_few(
-        config: ModelConfig, capacity: Capacity, *, as_ops: bool
+        config: ModelConfig, capacity: Capacity, *, as_ops: bool, kernels: None = None
     ) -> dict[str, RegionSpec]:
         specs = build_regions(config, capacity, as_ops=as_ops)
         assert set(WITH_PACKED_WEIGHTS) <= set(specs)

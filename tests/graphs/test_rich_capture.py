@@ -119,7 +119,7 @@ def test_masks_do_not_outlive_their_step(rich_run, make_prompt):
 def compiled_rich_run(make_model, new_run, tmp_path_factory, native_kernels):
     """float32; the regions of the rich variant are compiled, the others run as they are."""
 
-    def make_regions(config, capacity, compiler, backend):
+    def make_regions(config, capacity, compiler, backend, kernels=None):
         calls = {}
         for name, item in build_regions(config, capacity, as_ops=True).items():
             if name in RICH_REGIONS:

@@ -1,8 +1,12 @@
 """The fit of confidence temperatures on data whose answer is known."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from decodegrid.graphs.model_config import load_model_config
 from training.calibrate import (
     MODES,
     Observed,
@@ -10,6 +14,7 @@ from training.calibrate import (
     calibration_error,
     coupled_acceptance,
     fit,
+    keep_temperatures,
     survival_error,
 )
 
@@ -80,3 +85,16 @@ def test_survival_error_is_of_the_products() -> None:
     assert before[0] == pytest.approx(float(first[0] - second[0]), abs=1e-4)
     assert before[1] == pytest.approx(float(first.prod() - second.prod()), abs=1e-4)
     assert after == [0.0, 0.0]
+
+
+def test_temperatures_are_kept_in_the_checkpoint(tmp_path: Path) -> None:
+    source = Path(__file__).parents[2] / "configs" / "tiny-v41" / "config.json"
+    path = tmp_path / "config.json"
+    path.write_bytes(source.read_bytes())
+    keep_temperatures(path, {"coupled": [1.5, 1.0, 0.75, 0.5, 2.0], "rejection": [1.0] * 5})
+    kept = load_model_config(tmp_path).dspark_confidence_temperatures
+    assert kept is not None and kept.coupled == (1.5, 1.0, 0.75, 0.5, 2.0)
+    raw, before = json.loads(path.read_text()), json.loads(source.read_text())
+    for text in (raw["text_config"], before["text_config"]):
+        text.pop("dspark_confidence_temperatures", None)
+    assert raw == before

@@ -1,7 +1,10 @@
-"""Fake CUDA tensors on a build of torch that has no CUDA."""
+"""Fake CUDA tensors on a build of torch that has no CUDA; tile kernels as the CPU runs them."""
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+
+from decodegrid.kernels.tile.table import TileKernel, find_op
 
 AS_OPS = {
     Tensor.copy_: torch.ops.aten.copy_,
@@ -93,3 +98,25 @@ def fake_cuda() -> Callable[[], AbstractContextManager[None]]:
 def indexing() -> Any:
     """The stand-in for [] on fake tensors: take(x, index) and put(x, index, value)."""
     return SimpleNamespace(take=take, put=put)
+
+
+@pytest.fixture(scope="session")
+def tile_route() -> Callable[[TileKernel], Callable[..., None]]:
+    """tile_route(kernel): the kernel as the CPU runs it, a call with all of its tensors."""
+    path = Path(__file__).resolve().parents[1] / "tile" / "cpu_route.py"
+    spec = importlib.util.spec_from_file_location("tile_cpu_route", path)
+    assert spec is not None and spec.loader is not None
+    # Once a process: TileLang takes the rules of one such module alone.
+    if spec.name not in sys.modules:
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
+    route = sys.modules[spec.name]
+    folder = path.parents[3] / "build" / "tile-cpu"
+
+    def make(kernel: TileKernel) -> Callable[..., None]:
+        call: Callable[..., None] = route.compile_kernel(
+            find_op(kernel.op).factory, kernel.sizes, folder
+        )
+        return call
+
+    return make

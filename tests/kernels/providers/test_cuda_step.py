@@ -55,8 +55,6 @@ pytestmark = pytest.mark.kernels
 assert DEFINED_BY and TILES, "imported for their ops"
 
 DEVICE = "cuda"
-NOT_BUILT = {"filter_logits"}
-"""No cubin is made of it: the table gives a card plain torch instead."""
 ROWS, DRAFTS, BLOCK = 4, 5, 128
 SIZES = (
     "hidden_size", "num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank",
@@ -289,7 +287,7 @@ def test_ops_with_our_kernels_behind_them(trace_of: Callable[..., Trace]) -> Non
     behind = {f"decodegrid.{op}" for op in cuda_step.SAME_SCHEMA}
     assert behind & trace.names() == behind - {"decodegrid.take_records"}
     for op in cuda_step.SAME_SCHEMA:
-        assert trace.table.uses(op, Kind.TILELANG) == (op not in NOT_BUILT), op
+        assert trace.table.uses(op, Kind.TILELANG), op
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -325,7 +323,6 @@ def same_schema_calls(config: ModelConfig) -> list[Callable[[], object]]:
     calls: list[Callable[[], object]] = [
         partial(cuda_step.SAME_SCHEMA[op], *args)
         for op, args in same_schema_args(4, config.vocab_size).items()
-        if op not in NOT_BUILT
     ]
     for mode in (0, 1, 2):
         for ratio in (1, 2):
@@ -379,7 +376,6 @@ def test_kernels_that_a_step_names_are_built_and_take_its_tensors(
     the tensors have the shapes and dtypes that its source says."""
     arch = HOPPER if target is Target.SM90 else BLACKWELL
     built = {kernel.name for kernel in kernels() if arch in kernel.archs}
-    assert not any(name.startswith(tuple(NOT_BUILT)) for name in built)
     seen = dict(trace_of(target).decode.kernels)
     for call in same_schema_calls(config):
         seen.update(record(call).kernels)

@@ -1,10 +1,12 @@
 """opcheck for every op of ours, over grid corners, strided inputs, and 0 and 1 rows; and C16.
 
-Every op that the registry knows has a case here: schema, fake and implementation are compared. The
-ops of libraries and of TileLang kernels run on CUDA alone; for those the CPU gets an implementation
-that fills what is written, in a library of the test's own, so that schema and fake are seen.
+Every op of the project's namespaces has a case: schema, fake and implementation are compared. The
+ops of TileLang kernels run on CUDA alone; here the CPU gets an implementation for the time of a
+test, the kernel's CPU form among them. Those of libraries are in test_opcheck_libraries.py.
 """
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import decodegrid.kernels
+import decodegrid.kernels.providers
 from decodegrid.kernels import native
 from decodegrid.kernels.packed import num_scales
 from decodegrid.kernels.providers.tile_ops import tile_op
 from decodegrid.kernels.quant import quantise_fp8_rows, quantise_fp8_weight, quantise_q4x
 from decodegrid.kernels.records import RecordFormat, encode_records, record_bytes
 from decodegrid.kernels.tile.table import OPS as TILE_OPS
+from decodegrid.kernels.tile.table import kernels as tile_kernels
+from tests.gpu.cases import CASES as CASES_OF_KERNELS
+from tests.kernels.providers.library_calls import CALLS
 
 pytestmark = pytest.mark.kernels
 
@@ -136,7 +143,30 @@ DENSE_LAST = {
 takes no other."""
 
 
-def test_every_op_of_a_step_has_a_case() -> None:
+def import_kernels() -> None:
+    """Every module that may define an op; kernels/tile holds kernels alone and needs TileLang."""
+    for package in (decodegrid.kernels, decodegrid.kernels.providers):
+        for item in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            importlib.import_module(item.name)
+
+
+def test_no_op_is_left_out() -> None:
+    """What the dispatcher knows of ours is what these tests visit; an op without a tensor, such
+    as one that says what is installed, has nothing that a fake could get wrong."""
+    import_kernels()
+    known = {
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.split("::")[0].startswith("decodegrid")
+        and "Tensor" in str(torch._C._get_schema(name, ""))
+    }
+    visited = {f"decodegrid::{op}" for op in CASES}
+    visited |= {f"decodegrid_tile::{op.name}" for op in TILE_OPS}
+    visited |= {
+        f"{module.LIBRARY.ns}::{case.split(' ')[0]}" for case, (module, *_) in CALLS.items()
+    }
+    visited.add("decodegrid_experts::mega_moe")
+    assert known == visited
     assert set(CASES) == set(native.OPS)
     assert record_bytes(RecordFormat.Q8, DIM) == DIM + 1 and num_scales(48) == 2
 
@@ -154,43 +184,77 @@ def test_opcheck(op: str, rows: int, layout: str) -> None:
 
 
 @pytest.fixture
-def filled() -> Iterator[Callable[[str], Any]]:
-    """filled(op): the schema of a tile op under another name, with an implementation for the CPU
-    that writes ones into all that the schema says is written."""
-    with torch.library._scoped_library("decodegrid_opcheck", "FRAGMENT") as library:
+def on_the_cpu() -> Iterator[Callable[[str, Any], Any]]:
+    """on_the_cpu(name, call): the tile op of a name, which runs `call` for the CPU meanwhile."""
+    with torch.library._scoped_library("decodegrid_tile", "FRAGMENT") as library:
 
-        def make(name: str) -> Any:
-            schema = tile_op(name)._schema
-            written = [
-                place
-                for place, item in enumerate(schema.arguments)
-                if item.alias_info is not None and item.alias_info.is_write
-            ]
-            (text,) = [op.schema for op in TILE_OPS if op.name == name]
-            library.define(f"{name}(str kernel, {text}) -> ()")
+        def bind(name: str, call: Any) -> Any:
+            library.impl(name, call, "CPU")
+            return tile_op(name)
 
-            def fill(*args: Any) -> None:
-                for place in written:
-                    args[place].fill_(1)
+        yield bind
 
-            library.impl(name, fill, "CPU")
-            fake = torch._library.simple_registry.singleton.find(f"decodegrid_tile::{name}")
-            torch.library.register_fake(
-                f"decodegrid_opcheck::{name}", fake.fake_impl.kernel.func, lib=library
-            )
-            return getattr(torch.ops.decodegrid_opcheck, name).default, written
 
-        yield make
+def written(overload: Any) -> list[int]:
+    """Places of the arguments that a schema marks as written."""
+    return [
+        place
+        for place, item in enumerate(overload._schema.arguments)
+        if item.alias_info is not None and item.alias_info.is_write
+    ]
 
 
 @pytest.mark.parametrize("name", [op.name for op in TILE_OPS])
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_opcheck_of_our_cuda_kernels(name: str, rows: int, filled: Callable[[str], Any]) -> None:
-    """What the schema marks as written is what is written, and nothing comes back."""
-    overload, written = filled(name)
-    tensors = [torch.zeros(rows, 4) for item in overload._schema.arguments if item.name != "kernel"]
-    torch.library.opcheck(overload, ("kernel", *tensors), test_utils=IMPLEMENTED)
-    assert written and max(written) <= len(tensors)
+def test_opcheck_of_our_cuda_kernels(name: str, rows: int, on_the_cpu: Any) -> None:
+    """Tensors of any layout: the fake of an op that writes looks at none."""
+    places = written(tile_op(name))
+
+    def fill(*args: Any) -> None:
+        for place in places:
+            args[place].fill_(1)
+
+    overload = on_the_cpu(name, fill)
+    count = len(overload._schema.arguments) - 1
+    assert places and min(places) > 0
+    for make in (lambda x: x, strided, rows_strided):
+        tensors = [make(torch.zeros(rows, 4)) for _ in range(count)]
+        torch.library.opcheck(overload, ("kernel", *tensors), test_utils=IMPLEMENTED)
+
+
+ONE_OF_EACH = {
+    kernel.op: kernel
+    for kernel in sorted(tile_kernels(), key=lambda kernel: kernel.model == "tiny")
+}
+"""A kernel of every op, at the embedded model's sizes where it has one."""
+
+
+def test_every_tile_op_is_run_once() -> None:
+    assert set(ONE_OF_EACH) == {op.name for op in TILE_OPS}
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_what_kernels_write_is_what_their_schemas_say(
+    name: str, on_the_cpu: Any, tile_route: Any
+) -> None:
+    """The kernel itself, as the CPU runs it, behind its op: an argument that it writes and the
+    schema does not mark would fail, and so would one that is marked and never written."""
+    kernel = ONE_OF_EACH[name]
+    call, case = tile_route(kernel), CASES_OF_KERNELS[name](kernel.sizes)
+    overload = on_the_cpu(name, lambda _, *tensors: call(*tensors))
+    before = [tensor.clone() for tensor in case.tensors]
+    torch.library.opcheck(overload, (kernel.name, *case.tensors), test_utils=IMPLEMENTED)
+    overload(kernel.name, *case.tensors)
+    changed = [
+        place
+        for place, (old, new) in enumerate(zip(before, case.tensors, strict=True), 1)
+        if not same_bytes(old, new)
+    ]
+    assert changed == written(overload)
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def double(rows: Tensor) -> Tensor:

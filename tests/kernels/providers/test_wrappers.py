@@ -1,17 +1,10 @@
-"""The calls into the libraries, bound against the real packages' signatures with fake CUDA tensors.
+"""The calls into the libraries, bound against the real packages' signatures: fake CUDA tensors."""
 
-Stand-ins take the libraries' places. Each of their functions has the parameters that were read from
-a wheel and keeps what it was called with; a call with another name, one too many or one missing is
-a TypeError, as it would be with the real package.
-"""
-
-import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,246 +18,33 @@ from decodegrid.kernels.providers import (
     deep_gemm_index,
     deep_select,
     flash_mla,
-    layouts,
-    tile_kernels,
 )
 from decodegrid.kernels.providers.packages import PACKAGES
-from decodegrid.kernels.providers.wrapper import KernelArgumentError, Wrapper, is_bound
+from decodegrid.kernels.providers.wrapper import KernelArgumentError, is_bound
+from tests.kernels.providers.library_calls import (
+    BF16,
+    CALLS,
+    F32,
+    I8,
+    I32,
+    I64,
+    INNER,
+    SIGNATURES,
+    U8,
+    E,
+    G,
+    K,
+    Maker,
+    N,
+    mega_arguments,
+    mega_buffer,
+    stand_ins,
+    wrapper_of,
+)
 
-FOLDER = Path(deep_gemm.__file__).resolve().parent
-SIGNATURES: dict[str, Any] = json.loads((FOLDER / "signatures.json").read_text())
-BF16, FP8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
-I32, I64, I8, U8 = torch.int32, torch.int64, torch.int8, torch.uint8
-
-
-def make_signature(text: str) -> inspect.Signature:
-    """From "a, b=..., *, c"."""
-    space: dict[str, Any] = {}
-    exec(f"def call({text}): ...", space)
-    return inspect.signature(space["call"])
-
-
-@dataclass
-class StandIn:
-    """A library with recorded signatures; `results` answer by dotted name."""
-
-    calls: dict[str, str]
-    results: dict[str, Callable[..., Any]]
-    seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-
-    def make(self, dotted: str) -> Callable[..., Any]:
-        signature = make_signature(self.calls[dotted])
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs).arguments
-            self.seen.append((dotted, dict(bound)))
-            answer = self.results.get(dotted)
-            return answer(bound) if answer is not None else None
-
-        return call
-
-    def module(self) -> Any:
-        """As a probe gives it: functions, and modules of functions."""
-        module: Any = ModuleType("stand_in")
-        for dotted in self.calls:
-            owner, *rest = dotted.split(".")
-            if not rest:
-                setattr(module, owner, self.make(dotted))
-        for dotted in self.calls:
-            owner, *rest = dotted.split(".")
-            if rest and owner not in self.calls:
-                if not hasattr(module, owner):
-                    setattr(module, owner, SimpleNamespace())
-                setattr(getattr(module, owner), rest[0], self.make(dotted))
-        return module
-
-
-def stand_ins(name: str, **results: Callable[..., Any]) -> Iterator[StandIn]:
-    """One for each recorded version of a library."""
-    for recorded in SIGNATURES.values():
-        if recorded["import"] == name:
-            yield StandIn(recorded["calls"], dict(results))
-
-
-def make(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="cuda")
-
-
-def scales(*shape: int, block: int = 32) -> Tensor:
-    """Packed MN-major scales of values of a shape."""
-    *lead, rows, columns = shape
-    words = deep_gemm.packed_words(columns, block)
-    step = layouts.column_rows(rows, 4)
-    strides = [words * step]
-    for size in reversed(lead[1:]):
-        strides.insert(0, strides[0] * size)
-    return torch.empty_strided(
-        (*lead, rows, words), (*strides[: len(lead)], 1, step), dtype=I32, device="cuda"
-    )
-
-
-def group_scales(tokens: int, groups: int, inner: int) -> Tensor:
-    return scales(groups, tokens, inner).transpose(0, 1)
-
-
-def float_scales(rows: int, columns: int) -> Tensor:
-    step = layouts.column_rows(rows, 4)
-    return torch.empty_strided((rows, columns), (1, step), dtype=F32, device="cuda")
-
-
-T, N, K, G, E = 6, 256, 512, 4, 8
+MAKE, T = Maker("cuda"), 6
+make, scales = MAKE, MAKE.scales
 FakeCuda = Callable[[], AbstractContextManager[None]]
-Arguments = Callable[[], tuple[Any, ...]]
-
-CALLS: dict[str, tuple[Any, str, Arguments]] = {
-    "bf16_gemm": (deep_gemm, "bf16_gemm_nt", lambda: (make(T, K), make(N, K), make(T, N))),
-    "bf16_gemm to float32": (
-        deep_gemm, "bf16_gemm_nt", lambda: (make(T, K), make(N, K), make(T, N, dtype=F32))
-    ),
-    "fp8_gemm": (
-        deep_gemm, "fp8_fp4_gemm_nt",
-        lambda: (
-            make(T, K, dtype=FP8), scales(T, K), make(N, K, dtype=FP8), scales(N, K), 32,
-            make(T, N),
-        ),
-    ),
-    "fp8_gemm with fp4": (
-        deep_gemm, "fp8_fp4_gemm_nt",
-        lambda: (
-            make(T, K, dtype=FP8), scales(T, K), make(N, K // 2, dtype=I8), scales(N, K), 32,
-            make(T, N),
-        ),
-    ),
-    "fp8_gemm on Hopper": (
-        deep_gemm, "fp8_fp4_gemm_nt",
-        lambda: (
-            make(T, K, dtype=FP8), float_scales(T, K // 128), make(N, K, dtype=FP8),
-            make(N // 128, K // 128, dtype=F32), 128, make(T, N),
-        ),
-    ),
-    "grouped_bf16_gemm": (
-        deep_gemm, "einsum", lambda: (make(T, G, K), make(G, N, K), make(T, G, N))
-    ),
-    "grouped_fp8_gemm": (
-        deep_gemm, "fp8_einsum",
-        lambda: (
-            make(T, G, K, dtype=FP8), group_scales(T, G, K), make(G, N, K, dtype=FP8),
-            scales(G, N, K), make(T, G, N),
-        ),
-    ),
-    "hc_prenorm": (
-        deep_gemm, "tf32_hc_prenorm_gemm",
-        lambda: (
-            make(T, K), make(24, K, dtype=F32), make(16, T, 24, dtype=F32), make(16, T, dtype=F32),
-        ),
-    ),
-    "schedule": (
-        deep_gemm_index, "get_paged_mqa_logits_metadata",
-        lambda: (make(T, 1, dtype=I32), 64, 132, make(T, dtype=I32)),
-    ),
-    "schedule on Hopper": (
-        deep_gemm_index, "get_paged_mqa_logits_metadata",
-        lambda: (make(T, 1, dtype=I32), 64, 132, None),
-    ),
-    "paged_logits": (
-        deep_gemm_index, "fp8_fp4_paged_mqa_logits",
-        lambda: (
-            make(T, 1, 32, 64, dtype=I8), make(T, 1, 32, dtype=I32), make(9, 64, 1, 68, dtype=U8),
-            make(T, 32), make(T, 1, dtype=I32), make(T, 16, dtype=I32), make(133, 2, dtype=I32),
-            make(T, dtype=I32), 1000,
-        ),
-    ),
-    "paged_logits on Hopper": (
-        deep_gemm_index, "fp8_fp4_paged_mqa_logits",
-        lambda: (
-            make(T, 1, 32, 128, dtype=FP8), None, make(9, 64, 1, 132, dtype=U8),
-            make(T, 32, dtype=F32), make(T, 1, dtype=I32), make(T, 16, dtype=I32),
-            make(133, 2, dtype=I32), None, 1000,
-        ),
-    ),
-    "gathered_logits": (
-        deep_gemm_index, "fp8_fp4_mqa_logits",
-        lambda: (
-            make(T, 32, 64, dtype=I8), make(T, 32, dtype=I32), make(700, 64, dtype=I8),
-            make(700, dtype=I32), make(T, 32), make(T, dtype=I32), make(T, dtype=I32), 700,
-        ),
-    ),
-    "grouped_bf16": (
-        deep_gemm_experts, "m_grouped_bf16_gemm_nt_contiguous",
-        lambda: (make(T, K), make(E, N, K), make(E, dtype=I32), make(T, N)),
-    ),
-    "grouped_fp8": (
-        deep_gemm_experts, "m_grouped_fp8_fp4_gemm_nt_contiguous",
-        lambda: (
-            make(T, K, dtype=FP8), scales(T, K), make(E, N, K // 2, dtype=I8), scales(E, N, K),
-            make(E, dtype=I32), make(T, N),
-        ),
-    ),
-    "masked_fp8": (
-        deep_gemm_experts, "m_grouped_fp8_fp4_gemm_nt_masked",
-        lambda: (
-            make(E, T, K, dtype=FP8), scales(E, T, K), make(E, N, K, dtype=FP8), scales(E, N, K),
-            make(E, dtype=I32), 3, make(E, T, N),
-        ),
-    ),
-    "gate": (
-        deep_gemm_experts, "bf16_mega_gate",
-        lambda: (
-            make(T, K), make(E, K), make(E, dtype=F32), make(T, dtype=torch.bool), 1.5,
-            make(T, 2, dtype=I64), make(T, 2, dtype=F32),
-        ),
-    ),
-    "sparse_decode": (
-        flash_mla, "flash_mla_with_kvcache",
-        lambda: (
-            make(T, 1, 64, 512), make(9, 64, 1, 528, dtype=U8), make(T, 1, 128, dtype=I32), None,
-            make(64, dtype=F32), 0.04, make(9, 64, 1, 288, dtype=U8), make(T, 1, 512, dtype=I32),
-            make(T, dtype=I32), False,
-        ),
-    ),
-    "sparse_decode of a window": (
-        flash_mla, "flash_mla_with_kvcache",
-        lambda: (
-            make(T, 1, 128, 512), make(9, 64, 1, 528, dtype=U8), make(T, 1, 192, dtype=I32), None,
-            make(128, dtype=F32), 0.04, None, None, None, False,
-        ),
-    ),
-    "sparse_decode on Hopper": (
-        flash_mla, "flash_mla_with_kvcache",
-        lambda: (
-            make(T, 1, 64, 512), make(9, 64, 1, 584, dtype=U8), make(T, 1, 128, dtype=I32), None,
-            make(64, dtype=F32), 0.04, make(9, 64, 1, 584, dtype=U8), make(T, 1, 512, dtype=I32),
-            None, True,
-        ),
-    ),
-    "sparse_prefill": (
-        flash_mla, "flash_mla_sparse_fwd",
-        lambda: (
-            make(T, 64, 512), make(900, 1, 512), make(T, 1, 640, dtype=I32), make(T, dtype=I32),
-            make(64, dtype=F32), 0.04, False,
-        ),
-    ),
-    "top_k": (
-        deep_select, "topk", lambda: (make(T, 1024), make(T, dtype=I32), make(T, 512, dtype=I32))
-    ),
-    "cast_fp8": (tile_kernels, "quant.per_token_cast", lambda: (make(T, K),)),
-    "swiglu_cast": (
-        tile_kernels, "quant.swiglu_forward_and_per_token_cast",
-        lambda: (make(T, 2 * K), make(E, dtype=I32), make(T, dtype=F32), 10.0),
-    ),
-    "gate of tile_kernels": (
-        tile_kernels, "moe.moe_topk_gate_forward",
-        lambda: (make(T, E, dtype=F32), make(E, dtype=F32), make(T, dtype=torch.bool), 2, 1.5),
-    ),
-}  # fmt: skip
-"""Case -> our module, the library's call, our op's arguments."""
-
-
-def wrapper_of(module: Any, case: str) -> Wrapper:
-    """The op that a case is named after."""
-    known = [*module.WRAPPERS, *([module.GATE] if hasattr(module, "GATE") else [])]
-    (found,) = [item for item in known if item.name == case.split(" ")[0]]
-    return found
 
 
 def answers(result: Any) -> dict[str, Callable[..., Any]]:
@@ -293,7 +73,7 @@ def test_calls_bind_to_the_recorded_signatures(case: str, fake_cuda: FakeCuda) -
     name = module.__name__.rsplit(".", 1)[-1].removesuffix("_index").removesuffix("_experts")
     versions = 0
     with fake_cuda():
-        args = arguments()
+        args = arguments(MAKE, T)
         op = getattr(getattr(torch.ops, module.LIBRARY.ns), wrapper.name).default
         want = op(*args)
         for library in stand_ins(name, **answers(want)):
@@ -324,7 +104,7 @@ def test_what_the_calls_say(fake_cuda: FakeCuda) -> None:
         seen = {}
         for case, (module, _, arguments) in CALLS.items():
             name = module.__name__.rsplit(".", 1)[-1].split("_index")[0].split("_experts")[0]
-            args = arguments()
+            args = arguments(MAKE, T)
             op = getattr(getattr(torch.ops, module.LIBRARY.ns), wrapper_of(module, case).name)
             *_, library = stand_ins(name, **answers(op.default(*args)))
             wrapper_of(module, case).call(library.module(), *args)
@@ -386,25 +166,16 @@ def test_what_a_kernel_does_not_take_is_refused(
     module, _, arguments = CALLS[case]
     op = getattr(getattr(torch.ops, module.LIBRARY.ns), wrapper_of(module, case).name).default
     with fake_cuda(), pytest.raises(KernelArgumentError) as error:
-        op(*replaced(arguments(), place, value()))
+        op(*replaced(arguments(MAKE, T), place, value()))
     assert words in str(error.value) and str(error.value).startswith(case.split(" ")[0])
 
 
 def test_the_fused_kernel_and_its_buffer(fake_cuda: FakeCuda) -> None:
     """Tokens go through the buffer's views; the limit is the buffer's."""
-    limit, top_k, inner = 10.0, 2, 256
+    limit = 10.0
     for library in stand_ins("deep_gemm"):
         with fake_cuda():
-            buffer = SimpleNamespace(
-                x=make(8, K, dtype=FP8), x_sf=make(8, K // 128, dtype=I32),
-                topk_idx=make(8, top_k, dtype=I64), topk_weights=make(8, top_k, dtype=F32),
-            )  # fmt: skip
-            args = (
-                make(T, K, dtype=FP8), make(T, K // 128, dtype=I32), make(T, top_k, dtype=I64),
-                make(T, top_k, dtype=F32), make(E, 2 * inner, K // 2, dtype=I8),
-                scales(E, 2 * inner, K), make(E, K, inner // 2, dtype=I8), scales(E, K, inner),
-                make(T, K),
-            )  # fmt: skip
+            buffer, args = mega_buffer(MAKE, 8), mega_arguments(MAKE, T)
             torch.ops.decodegrid_experts.mega_moe(*args)
             mega = deep_gemm_experts.MegaMoe(buffer, limit)
             mega.run(library.module(), *args)
@@ -413,9 +184,9 @@ def test_the_fused_kernel_and_its_buffer(fake_cuda: FakeCuda) -> None:
             assert call[1]["activation_clamp"] == limit and call[1]["y"] is args[8]
             with pytest.raises(KernelArgumentError, match="mega_moe: w2 is int8"):
                 torch.ops.decodegrid_experts.mega_moe(
-                    *replaced(args, 6, make(E, K, inner, dtype=I8))
+                    *replaced(args, 6, make(E, K, INNER, dtype=I8))
                 )
-        deep_gemm_experts.make_mega_buffer(library.module(), "group", E, 64, top_k, K, inner)
+        deep_gemm_experts.make_mega_buffer(library.module(), "group", E, 64, 2, K, INNER)
         assert library.seen[-1][0] == "mega.get_symm_buffer_for_mega_moe"
 
 

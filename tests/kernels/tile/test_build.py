@@ -1,6 +1,7 @@
 """The table of kernels, and (marker `cubins`) every cubin for both architectures."""
 
 import json
+import os
 import re
 import shutil
 
@@ -8,26 +9,42 @@ import pytest
 import torch
 
 from decodegrid.kernels.tile.build import BuildError, build, main, require_tools
+from decodegrid.kernels.tile.launch import Launch, Lowered
 from decodegrid.kernels.tile.table import ARCHS, BLACKWELL, HOPPER, OPS, find_op, kernels
 
-TENSOR_CORE = {
-    HOPPER: re.compile(r"\bwgmma\.mma_async\b"),
-    BLACKWELL: re.compile(r"\bmma\.sync\.aligned\.m16n8k16\b|\btcgen05\.mma\b"),
-}
-
-
-ON_THE_CPU_ALONE = {"filter_logits"}
-"""Ops whose kernels are not built; `_built` of the providers must not offer them to a card."""
+# What multiplies on tensor cores: Hopper's warp groups, and warps on either.
+TENSOR_CORE = {HOPPER: re.compile(r"HGMMA\."), BLACKWELL: re.compile(r"HMMA\.16816\.F32\.BF16")}
+ANY_TENSOR_CORE = re.compile(r"[A-Z]*MMA\b")
+LISTING = """
+\t\tFunction : product
+        /*0000*/                   LDC R1, c[0x0][0x28] ;     /* 0x00000a00ff017b82 */
+                                                              /* 0x000fe20000000800 */
+        /*0010*/              @!P0 HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ; /* 0x0 */
+        /*0020*/              @UP1 UIADD3 UR4, UR4, 0x1, URZ ; /* 0x0 */
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ; /* 0x0 */
+\t\tFunction : sum
+        /*0000*/                   FADD R1, R1, R2 ;          /* 0x0 */
+"""
+"""Lines as cuobjdump prints them, of two functions that do not exist."""
 
 
 def test_every_op_is_built_for_both_models():
-    assert {kernel.op for kernel in kernels() if not kernel.archs} == ON_THE_CPU_ALONE
-    built = {(kernel.op, kernel.model) for kernel in kernels() if kernel.archs}
-    names = {op.name for op in OPS} - ON_THE_CPU_ALONE
+    assert all(kernel.archs for kernel in kernels())
+    built = {(kernel.op, kernel.model) for kernel in kernels()}
+    names = {op.name for op in OPS}
     assert {op for op, _ in built} == names
     shared_sizes = {"expand_ranges", "block_scores", "mark_blocks", "mask_scores", "sinkhorn",
                     "accept", "split_lengths", "store_hopper", "take_hopper"}
     assert {op for op, model in built if model == "tiny"} >= names - shared_sizes
+    for_hopper_alone = {kernel.op for kernel in kernels() if kernel.archs == (HOPPER,)}
+    assert for_hopper_alone == {"cast_fp8_columns", "store_hopper", "take_hopper", "sparse_mla",
+                                "sparse_mla_window", "grouped_fp4"}
+
+
+def test_entries_of_kernels_are_unique():
+    """Kernels that share a cubin are told apart by their entries."""
+    entries = {re.sub(r"\W", "_", kernel.name) for kernel in kernels()}
+    assert len(entries) == len(kernels())
 
 
 def test_names_are_unique_and_schemas_parse():
@@ -64,25 +81,45 @@ def test_missing_tools_are_named(monkeypatch, capsys, tmp_path):
     assert "nvcc" in capsys.readouterr().err
     assert main(["--op", "nothing"]) == 2
     assert "no kernel of nothing" in capsys.readouterr().err
-    assert main(["--op", "filter_logits"]) == 2
-    assert "no kernel of filter_logits" in capsys.readouterr().err
+    assert main(["--jobs", "0"]) == 2
+    assert "--jobs 0; at least 1" in capsys.readouterr().err
+
+
+def test_what_was_lowered_comes_back_from_its_file(tmp_path):
+    """A warm build reads it: every field and the order of arguments."""
+    tensors = [{"name": "x", "dtype": "float32", "shape": ["n", 4]}]
+    launch = Launch("sum_4", tensors, ["x", "n"], ["(n + 3) // 4", "1", "1"], [128, 1, 1], 64)
+    lowered = Lowered("extern ...", launch)
+    assert Lowered.from_json(json.loads(json.dumps(lowered.as_json()))) == lowered
+
+
+def test_machine_code_is_counted_by_function(machine_code):
+    assert machine_code.parse(LISTING) == {
+        "product": {"LDC": 1, "HGMMA.64x64x16.F32.BF16": 2, "UIADD3": 1}, "sum": {"FADD": 1}
+    }
 
 
 @pytest.mark.cubins
-@pytest.mark.parametrize("arch", ARCHS)
-def test_all_cubins(arch, request):
-    """Every kernel becomes a cubin; the products use tensor cores; a second build makes nothing."""
-    out = request.config.rootpath / "build" / "cubins"
-    built = build(out, arch, kernels(), keep_ptx=True)
-    assert [item.kernel.name for item in built] == [
-        kernel.name for kernel in kernels() if arch in kernel.archs
-    ]
-    manifest = json.loads((out / arch / "manifest.json").read_text())
-    for item in built:
-        facts = manifest["kernels"][item.kernel.name]
-        image = (out / arch / facts["cubin"]).read_bytes()
-        assert image[:4] == b"\x7fELF" and facts["entry"].encode() in image
-        uses = bool(TENSOR_CORE[arch].search(item.cubin.with_suffix(".ptx").read_text()))
-        assert uses == find_op(item.kernel.op).uses_tensor_cores, item.kernel.name
-        assert facts["shared_bytes"] <= 227 * 1024, item.kernel.name
-    assert not any(item.is_new for item in build(out, arch, kernels(), keep_ptx=True))
+def test_all_cubins(request, machine_code):
+    """Every kernel becomes machine code; the products, and they alone, use tensor cores; a second
+    build makes nothing."""
+    out, made = request.config.rootpath / "build" / "cubins", []
+    jobs = os.cpu_count() or 1
+    everything = build(out, ARCHS, kernels(), jobs=jobs)
+    for arch, built in everything.items():
+        names = sorted(kernel.name for kernel in kernels() if arch in kernel.archs)
+        assert sorted(item.kernel.name for item in built) == names
+        manifest = json.loads((out / arch / "manifest.json").read_text())
+        code = {cubin: machine_code.opcodes(cubin) for cubin in {item.cubin for item in built}}
+        for item in built:
+            facts = manifest["kernels"][item.kernel.name]
+            assert out / arch / facts["cubin"] == item.cubin
+            assert facts["shared_bytes"] <= 227 * 1024, item.kernel.name
+            found = code[item.cubin][facts["entry"]]
+            if find_op(item.kernel.op).uses_tensor_cores:
+                assert any(map(TENSOR_CORE[arch].match, found)), (item.kernel.name, found)
+            else:
+                assert found.total() > 10, item.kernel.name
+                assert not any(map(ANY_TENSOR_CORE.match, found)), (item.kernel.name, found)
+    again = build(out, ARCHS, kernels(), report=lambda name, seconds: made.append(name))
+    assert not made and again == everything

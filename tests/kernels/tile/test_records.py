@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from decodegrid.kernels.quant import decode_e4m3, decode_e8m0, encode_e4m3, quantise_q8
 from decodegrid.kernels.records import RecordFormat, encode_records, record_bytes, take_records
 from decodegrid.kernels.tile.hopper_records import page_bytes
+from tests.gpu.hopper_record import put_records, record_values
 
 pytestmark = pytest.mark.kernels
 
@@ -67,30 +67,13 @@ def test_every_byte_decodes(tile):
     assert torch.equal(out.nan_to_num(0.0), expected.nan_to_num(0.0))
 
 
-def hopper_record(x):
-    """Data (rows, 576) and scales (rows, 8) of 584-byte records, in plain torch."""
-    blocks = x[:, :448].float().unflatten(1, (7, 64))
-    largest = blocks.abs().amax(2).repeat_interleave(32, 1)
-    scales = quantise_q8(largest).scales
-    codes = encode_e4m3(blocks / decode_e8m0(scales).unsqueeze(2)).flatten(1)
-    rotated = x[:, 448:].contiguous().view(torch.uint8)
-    spare = torch.zeros(len(x), 1, dtype=torch.uint8)
-    return torch.cat((codes, rotated), 1), torch.cat((scales, spare), 1)
-
-
 @pytest.mark.parametrize("page", [64, 48])
 @pytest.mark.parametrize("rows", [0, 1, 7, 30])
 def test_store_hopper(tile, page, rows):
     x, where = keys(rows, 512, rows + page), slots(rows, 3 * page, rows)
     pool = torch.full((3, page_bytes(page)), POISON, dtype=torch.uint8)
     expected = pool.clone()
-    data, scales = hopper_record(x)
-    for row, slot in enumerate(where.tolist()):
-        if slot >= 0:
-            block, place = divmod(slot, page)
-            expected[block, place * 576 : place * 576 + 576] = data[row]
-            at = page * 576 + place * 8
-            expected[block, at : at + 8] = scales[row]
+    put_records(expected, page, where, x)
     tile("hopper_records.store_hopper", page=page)(x, where, pool)
     assert torch.equal(pool, expected)
 
@@ -103,11 +86,7 @@ def test_take_hopper(tile):
     index[0, 0] = -1
     out = torch.full((3, 17, 512), torch.nan, dtype=torch.bfloat16)
     tile("hopper_records.take_hopper", page=page)(pool, index, out)
-    data, scales = hopper_record(x)
-    codes = decode_e4m3(data[:, :448]).unflatten(1, (7, 64))
-    plain = (codes * decode_e8m0(scales[:, :7]).unsqueeze(2)).flatten(1)
-    values = torch.cat((plain.to(torch.bfloat16), x[:, 448:]), 1)
-    expected = values[index.clamp(min=0)]
+    expected = record_values(x)[index.clamp(min=0)]
     expected[index < 0] = 0
     assert torch.equal(out, expected)
 

@@ -71,6 +71,20 @@ def test_filters(tile, vocab, kind):
     assert torch.equal(out, expected)
 
 
+def test_filters_where_the_cut_is_the_lowest_float(tile):
+    """Tokens masked with the lowest finite number are ties too, at the end of all keys."""
+    logits = torch.full((3, 1000), torch.finfo(torch.float32).min)
+    logits[:, 500:503] = torch.tensor([1.0, 3.0, 2.0])
+    logits[2, 10:400] = -torch.inf
+    ones = torch.ones(3)
+    asked = (ones, torch.tensor([1.0, 0.9999999, 1.0]), torch.tensor([9, -1, 9]), ones * 0)
+    out = torch.full_like(logits, torch.nan)
+    tile("filters.filter_logits", vocab=1000)(logits, *asked, out)
+    assert torch.equal(out, filter_logits(logits, *asked))
+    assert out[0].isfinite().nonzero().flatten().tolist() == [*range(6), 500, 501, 502]
+    assert out[2].isfinite().nonzero().flatten().tolist() == [*range(6), 500, 501, 502]
+
+
 def test_filters_of_no_row(tile):
     empty = torch.empty(0)
     tile("filters.filter_logits", vocab=5)(
