@@ -65,8 +65,9 @@ acceptance were still improving when its learning rate ended.
 
 From step 1,348 on the drafter learned from the fourth leg's target: 440 steps at 0.7 of the peak
 rate, the first half with the divergence loss, the last fifth rounded; the text by the target was
-still that of the third leg. The confidence head was then fitted alone to acceptance at temperature 0.7 in training rows that the drafter had not seen
-(`fit_confidence.py`). A new run follows the same recipe, not the same bits.
+still that of the third leg. The confidence head was then fitted alone to acceptance at temperature
+0.7 in training rows that the drafter had not seen (`fit_confidence.py`). A new run follows the same
+recipe, not the same bits.
 """
 """What the committed run did otherwise than the commands of `training/README.md` do."""
 
