@@ -1,22 +1,23 @@
 """What one op call costs inside a compiled region on the CPU: `python -m benchmarks.op_call`.
 
-Every contender is a region that calls one op NUM_CALLS times on tensors of a few elements, compiled
-with fullgraph=True and the settings of an engine's regions; the same region without a call is taken
-off. Contenders take turns in each repeat, and what is reported are medians and ratios to an empty
-native op that writes, in the same repeat. The ops of a step on the CPU are native and made as these
-are: a schema and a fake from Python, the implementation from a library. Beside them: the same op
-without the code around it that looks it up at each call, an empty op in Python, one by
-torch.library.custom_op, and an op of a step on one row. Each call takes what the one before it
-made, so that no compiler leaves one out.
+Every contender is a captured graph of one region that calls one op NUM_CALLS times on tensors of a
+few elements, made by an engine's own compiler and loaded as a start from a package loads it; the
+same without a call is taken off. Contenders take turns in each repeat, and what is reported are
+medians and ratios to an empty native op that writes, in the same repeat. The ops of a step on the
+CPU are native and made as these are: a schema and a fake from Python, the implementation from a
+library. Beside them: the same op as the compiler writes its call, which looks the op up each time;
+an empty op in Python, one by torch.library.custom_op, and an op of a step on one row. Each call
+takes what the one before it made, so that no compiler leaves one out.
 
-The first run builds the native kernels, the empty ops and the regions; a run of --repeats 1
---loops 1 does that beforehand.
+The first run builds the native kernels and the empty ops; a run of --repeats 1 --loops 1 does that
+beforehand.
 """
 
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import thread_time
@@ -28,13 +29,18 @@ from torch import Tensor
 from benchmarks.machine import describe_machine
 from benchmarks.results import save_json
 from benchmarks.timing import interleave, paired_ratio, spread
-from decodegrid.capture.lowering import CompileOptions, compile_settings
+from decodegrid.capture.compile import RegionCompiler
+from decodegrid.capture.counters import CaptureCounters
+from decodegrid.capture.cpu import CpuBackend, CpuGraph
+from decodegrid.capture.lowering import CompileOptions
+from decodegrid.capture.region_store import RegionStore
 from decodegrid.kernels.hyper_connection import sinkhorn_op
 from decodegrid.kernels.native import install_native_kernels
 
 NUM_CALLS = 64
 LIMIT_US = 3.0
 EMPTY, EMPTY_RETURNS = "empty op, native, writes", "empty op, native, returns a tensor"
+LOOKED_UP = "empty op, native, looked up at each call"
 JUDGED = (EMPTY, EMPTY_RETURNS)
 """The forms in which steps call ops."""
 SPACE = "decodegrid_bench"
@@ -120,58 +126,59 @@ def make_calls() -> dict[str, Call]:
     }
 
 
-Region = Callable[[Tensor, Tensor], Tensor]
-
-
-def compile_region(call: Call | None) -> Region:
+def make_region(call: Call | None) -> Callable[[Tensor, Tensor, Tensor], None]:
     """A region that makes the call NUM_CALLS times; None makes none."""
 
-    def region(x: Tensor, out: Tensor) -> Tensor:
+    def region(x: Tensor, out: Tensor, result: Tensor) -> None:
         if call is not None:
             for _ in range(NUM_CALLS):
                 x = call(x, out)
-        return x + 1
+        result.copy_(x + 1)
 
-    return torch.compile(region, fullgraph=True)
-
-
-def bare_region(x: Tensor, out: Tensor) -> Tensor:
-    """The writing op called as often, looked up once and without its Python wrapper."""
-    op = getattr(torch.ops, SPACE).write_native.default._op
-    for _ in range(NUM_CALLS):
-        op(x, out)
-    return x + 1
+    return region
 
 
-def seconds_a_run(region: Region, x: Tensor, loops: int) -> float:
-    """Seconds that this thread ran for one run of the region, over `loops` of them: an op call
-    waits for nothing, and what other processes take is not its cost."""
-    out = torch.zeros_like(x)
-    with torch.inference_mode():
-        began = thread_time()
-        for _ in range(loops):
-            region(x, out)
-        return (thread_time() - began) / loops
+def capture_all(
+    calls: Mapping[str, Call | None], directory: Path
+) -> tuple[dict[str, CpuGraph], CaptureCounters]:
+    """Each form as an engine's captured graph; code comes from the directory, or goes there."""
+    counters = CaptureCounters()
+    store = RegionStore(directory, {"torch": torch.__version__})
+    compiler = RegionCompiler(CompileOptions("inductor", num_threads=1), counters, store=store)
+    backend, graphs = CpuBackend(compiler), {}
+    for index, (name, call) in enumerate(calls.items()):
+        args = torch.rand(1, 4, 4), torch.zeros(1, 4, 4), torch.zeros(1, 4, 4)
+        region = compiler.region(make_region(call), {}, name=f"form{index}")
+        graphs[name] = backend.capture(name, partial(region, *args))
+    return graphs, counters
+
+
+def seconds_a_run(graph: CpuGraph, loops: int) -> float:
+    """Seconds that this thread ran for one replay, over `loops` of them: an op call waits for
+    nothing, and what other processes take is not its cost."""
+    began = thread_time()
+    for _ in range(loops):
+        graph.replay()
+    return (thread_time() - began) / loops
 
 
 def measure(empty_ops: Path, repeats: int, loops: int) -> dict[str, Any]:
-    """Microseconds a call and ratios to the empty op, by form."""
+    """Microseconds a call and ratios to the empty op, by form. Raises ValueError where code that
+    was kept is not taken."""
     torch.set_num_threads(1)
-    x = torch.rand(1, 4, 4)
-    with torch.library._scoped_library(SPACE, "DEF") as library:
+    with (
+        torch.library._scoped_library(SPACE, "DEF") as library,
+        tempfile.TemporaryDirectory() as directory,
+    ):
         define_ops(library)
         torch.ops.load_library(str(empty_ops))
-        regions: dict[str, Region] = {}
-        for name, call in {"none": None, **make_calls()}.items():
-            # Dynamo keeps one set of guards per function; forms must not count against each other.
-            torch.compiler.reset()
-            regions[name] = compile_region(call)
-            with torch.inference_mode(), compile_settings(CompileOptions()):
-                regions[name](x, torch.zeros_like(x))
-        regions["the first, without looking it up"] = bare_region
-        contenders = {
-            name: partial(seconds_a_run, region, x, loops) for name, region in regions.items()
-        }
+        calls = {"none": None, **make_calls()}
+        compiled, _ = capture_all(calls, Path(directory))
+        graphs, counters = capture_all(calls, Path(directory))
+        if counters.num_compilations:
+            raise ValueError(f"{counters.num_compilations} regions were compiled a second time")
+        graphs[LOOKED_UP] = compiled[EMPTY]
+        contenders = {name: partial(seconds_a_run, graph, loops) for name, graph in graphs.items()}
         samples = interleave(contenders, repeats)
     base = samples.pop("none")
     costs = {
