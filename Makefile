@@ -89,7 +89,7 @@ packaging: .venv/.ready-dev
 	$(BIN)/python -m pytest -q -m packaging
 
 kernels: .venv/.ready-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m kernels
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m kernels
 
 cubins: .venv/.ready-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m decodegrid.kernels.tile.build --out build/cubins

@@ -8,6 +8,7 @@ build/training/answers.json.
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,6 +38,8 @@ class Answers:
     """Domain -> temperature -> tokens a decode step, with rejection sampling."""
     accepted: dict[str, dict[str, list[float]]]
     """Domain -> temperature -> share accepted of the drafts that were reached, by slot."""
+    most_per_round: dict[str, dict[str, float]]
+    """Domain -> temperature -> tokens a decode step of the same answers, were every draft right."""
 
 
 def shares(kinds: list[str], scores: list[Score]) -> tuple[dict[str, float], dict[str, float]]:
@@ -65,6 +68,12 @@ def open_engine(checkpoint: Path, num_drafts: int) -> LLM:
         "surface.repeats=0",
     ]
     return LLM(load_config(ROOT / "configs" / "tiny.yaml", overrides))
+
+
+def most_a_round(lengths: Sequence[int], num_drafts: int) -> float:
+    """Tokens a round where every draft is accepted: the last round of an answer is cut short."""
+    rounds = sum(-(-length // (num_drafts + 1)) for length in lengths)
+    return round(sum(lengths) / rounds, 3)
 
 
 def measure_rounds(
@@ -97,6 +106,7 @@ def measure(checkpoint: Path, num_templated: int, num_stories: int) -> Answers:
     stories = list(islice(story_requests(vocabulary, heldout=True), num_stories))
     gained: dict[str, dict[str, float]] = {}
     accepted: dict[str, dict[str, list[float]]] = {}
+    most: dict[str, dict[str, float]] = {}
     scores: list[Score] = []
     with open_engine(checkpoint, _NUM_DRAFTS) as engine:
         for domain, requests in (("structured", templated), ("stories", stories)):
@@ -104,11 +114,13 @@ def measure(checkpoint: Path, num_templated: int, num_stories: int) -> Answers:
                 found = measure_rounds(engine, requests, temperature, 160)
                 gained.setdefault(domain, {})[f"{temperature:g}"] = found[0]
                 accepted.setdefault(domain, {})[f"{temperature:g}"] = found[1]
+                bound = most_a_round([len(ids) for ids in found[2]], _NUM_DRAFTS)
+                most.setdefault(domain, {})[f"{temperature:g}"] = bound
                 if domain == "structured" and temperature == 0.0:
                     texts = [_text(vocabulary, ids) for ids in found[2]]
                     scores = [score(r, t) for r, t in zip(requests, texts, strict=True)]
     parsed, copied = shares([request.kind for request in templated], scores)
-    return Answers(parsed, copied, gained, accepted)
+    return Answers(parsed, copied, gained, accepted, most)
 
 
 def _text(vocabulary: Vocabulary, ids: tuple[int, ...]) -> str:

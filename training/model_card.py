@@ -218,14 +218,15 @@ def _answers(report: dict[str, Any]) -> str:
     for kind, share in answers["parsed"].items():
         lines.append(f"| {kind} | {100 * share:.1f} % | {100 * answers['copied'][kind]:.1f} % |\n")
     lines.append("\nTokens a request gains in one round of five drafts, rejection sampling, with\n")
-    lines.append("the share accepted of the drafts whose predecessors were accepted:\n\n")
-    lines.append(
-        "| domain | temperature | tokens a round | accepted by slot |\n|---|---|---|---|\n"
-    )
+    lines.append("the share accepted of the drafts whose predecessors were accepted. At most: if\n")
+    lines.append("every draft were right, since the last round of an answer is cut short.\n\n")
+    lines.append("| domain | temperature | tokens a round | at most | accepted by slot |\n")
+    lines.append("|---|---|---|---|---|\n")
     for domain, figures in answers["tokens_per_round"].items():
         for temperature, gained in figures.items():
             rates = " ".join(f"{rate:.2f}" for rate in answers["accepted"][domain][temperature])
-            lines.append(f"| {domain} | {temperature} | {gained:.2f} | {rates} |\n")
+            most = answers["most_per_round"][domain][temperature]
+            lines.append(f"| {domain} | {temperature} | {gained:.2f} | {most:.2f} | {rates} |\n")
     return "".join(lines)
 
 

@@ -5,7 +5,7 @@ from itertools import islice
 
 from training.conversation import Call, Turn, user
 from training.data import is_heldout
-from training.measure_answers import shares
+from training.measure_answers import most_a_round, shares
 from training.render import render_full, render_prompt
 from training.requests import (
     KINDS,
@@ -73,3 +73,9 @@ def test_shares() -> None:
     parsed, copied = shares(kinds, scores)
     assert parsed == {"all": 0.75, "object": 1.0, "array": 1.0, "call": 0.0}
     assert copied == {"all": 0.5, "object": 0.75, "array": 0.3333, "call": 0.0}
+
+
+def test_the_last_round_of_an_answer_is_cut_short() -> None:
+    assert most_a_round([6, 12, 18], 5) == 6.0
+    assert most_a_round([7, 1], 5) == round(8 / 3, 3)
+    assert most_a_round([5, 5], 0) == 1.0
