@@ -63,7 +63,8 @@ def test_shipped_deployments_are_valid(
 ) -> None:
     document = parse(path.read_text())
     assert document.problems == ()
-    assert isinstance(document.value, dict) and len(document.value) > 3
+    assert isinstance(document.value, dict) and document.value["schema_version"] == 1
+    assert document.value["model"]["checkpoint"]
     validator.validate(document.value)
     load_config(path)
 

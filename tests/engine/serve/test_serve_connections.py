@@ -37,7 +37,8 @@ def test_a_client_that_takes_nothing_is_cut_off(start: Any, idle: Any) -> None:
 
     server.wait_until(is_cut_off)
     # Every token says 21 log-probabilities, in about a kilobyte: the answer has more than one MiB.
-    assert MARK < max(sizes) < 4 * MARK
+    # Above the mark the server waits until a quarter is left; the system still takes some of it.
+    assert MARK // 4 < max(sizes) < 4 * MARK
     server.wait_until(lambda: not server.state.queue.open_ids and idle(llm))
     with pytest.raises(OSError):
         while stopped.recv(65536):

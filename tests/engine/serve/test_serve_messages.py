@@ -201,7 +201,7 @@ def test_structured_output(server: Any) -> None:
     [
         ({"max_token": 3}, "did you mean max_tokens?"),
         ({"container": "x"}, "container is not supported"),
-        ({"service_tier": "priority"}, "service_tier='priority'"),
+        ({"service_tier": "priority"}, "got 'priority'; it can only be 'auto' or"),
         ({"messages": []}, "messages must be a list"),
         (
             {"tools": [{"name": "f", "input_schema": {"type": "object", "maxProperties": 2**70}}]},
@@ -224,7 +224,7 @@ def test_structured_output(server: Any) -> None:
             "messages[0].content[0].x is not supported",
         ),
         ({"system": 5}, "system must be a string or a list"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type="),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "it can only be 'custom'"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema must be a JSON schema"),
         ({"tool_choice": {"type": "any"}}, "tools are not given"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "the tool 'x'"),
