@@ -28,6 +28,12 @@ class Log:
             writer.writerow(row)
 
 
+def last_row(path: Path) -> dict[str, str]:
+    """The figures that a log ends with."""
+    with path.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))[-1]
+
+
 def compile_piece(piece: Any) -> Any:
     """Compile for exact shapes; every piece is small, so a new shape costs about a minute."""
     torch._dynamo.config.recompile_limit = 64

@@ -12,6 +12,7 @@ the whole run, and the drafter is rounded too from that share of the leg on.
 
 import argparse
 import dataclasses
+import json
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from decodegrid.graphs.checkpoint import save_model
+from decodegrid.graphs.checkpoint import load_model, save_model
 from decodegrid.graphs.drafter import DraftModel
 from decodegrid.graphs.engram_vocab import compressed_token_classes
 from decodegrid.graphs.model import Block, MoE
@@ -40,7 +41,7 @@ from training.draft_forward import (
 from training.fast_forward import Compiler, FastForward
 from training.optimizer import Optimizer
 from training.quantised import round_in_place, rounded_weights
-from training.run_log import BUILD, LOGS, Log, compile_piece
+from training.run_log import BUILD, LOGS, Log, compile_piece, last_row
 from training.schedule import Plan, Progress, rate_factor
 from training.tiny_config import TOKENIZER, build_model, copy_tokenizer
 
@@ -245,12 +246,30 @@ def read_sources(plan: Plan, bos: int) -> list[Rows]:
     return sources
 
 
+def start_model(arguments: argparse.Namespace) -> tuple[dict[str, Any], DraftModel]:
+    """Config and model that a run begins with: target and drafter of the exported weights, or the
+    trained target with a drafter that starts from its layers."""
+    classes = compressed_token_classes(Tokenizer.from_file(str(TOKENIZER)))
+    if arguments.start == "weights":
+        raw = json.loads((arguments.export / "config.json").read_text(encoding="utf-8"))
+        # They are of the confidence head as it was.
+        raw["text_config"].pop("dspark_confidence_temperatures", None)
+        model = build_model(raw, classes, SEED)
+        model.load_state_dict(load_model(arguments.export).state_dict())
+        return raw, model
+    state = torch.load(arguments.target, weights_only=True)
+    model = build_model(state["raw"], classes, SEED)
+    model.load_state_dict(state["model"])
+    start_from_target(model)
+    return state["raw"], model
+
+
 def main() -> int:
     """Command line entry point."""
     parser = argparse.ArgumentParser(description="Train the embedded model's drafter.")
     parser.add_argument("--tokens", type=int, help="length of a new leg, or of the saved one")
     parser.add_argument("--minutes", type=float, default=100.0, help="stop and save after these")
-    parser.add_argument("--start", choices=("target", "state"), default="target")
+    parser.add_argument("--start", choices=("target", "state", "weights"), default="target")
     parser.add_argument("--new-leg", action="store_true", help="with --start state")
     parser.add_argument("--peak", type=float, default=1.0, help="peak learning rate")
     parser.add_argument(
@@ -263,21 +282,19 @@ def main() -> int:
     parser.add_argument("--export", type=Path, default=BUILD / "export")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    state = torch.load(arguments.target, weights_only=True)
-    raw = state["raw"]
+    raw, model = start_model(arguments)
     plan = DraftPlan()
     schedule = dataclasses.replace(
         plan.schedule, peak=arguments.peak, quantised_from=arguments.quantised_from
     )
-    tokenizer = Tokenizer.from_file(str(TOKENIZER))
-    model = build_model(raw, compressed_token_classes(tokenizer), SEED)
-    model.load_state_dict(state["model"])
-    start_from_target(model)
     sources = read_sources(schedule, raw["bos_token_id"])
     plan = dataclasses.replace(plan, schedule=schedule, divergence_until=arguments.divergence_until)
     trainer = DrafterTrainer(model, sources, plan, compile_piece)
     if arguments.start == "state":
         trainer.load(torch.load(arguments.state, weights_only=True))
+    elif arguments.start == "weights":
+        last = last_row(LOGS / "drafter.csv")
+        trainer.progress = Progress(int(last["step"]), int(last["tokens"]))
     trainer.progress.enter_leg(arguments.tokens, fresh=arguments.new_leg)
     copy_tokenizer(arguments.export)
     run(trainer, arguments.minutes, LOGS, (arguments.state, arguments.export, raw))

@@ -11,7 +11,6 @@ did not. What is exported then are the rounded weights.
 """
 
 import argparse
-import csv
 import dataclasses
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -33,7 +32,7 @@ from training.batches import Rows
 from training.fast_forward import Compiler, FastForward
 from training.optimizer import Optimizer
 from training.quantised import rounded_weights
-from training.run_log import BUILD, LOGS, Log, compile_piece
+from training.run_log import BUILD, LOGS, Log, compile_piece, last_row
 from training.schedule import Plan, Progress, rate_factor
 from training.tiny_config import TOKENIZER, build_model, copy_tokenizer, tiny_config
 
@@ -306,8 +305,7 @@ def begin(trainer: TargetTrainer, arguments: argparse.Namespace) -> None:
     if arguments.start == "state":
         trainer.load(arguments.state)
     elif arguments.start == "weights":
-        with (LOGS / "target.csv").open(encoding="utf-8") as stream:
-            last = list(csv.DictReader(stream))[-1]
+        last = last_row(LOGS / "target.csv")
         trainer.load_weights(arguments.export, int(last["tokens"]), int(last["step"]))
     trainer.progress.enter_leg(arguments.tokens, fresh=arguments.new_leg)
 

@@ -1,13 +1,16 @@
 """A package: every file is listed and checked, and one directory takes another's place whole."""
 
+import contextlib
 import errno
 import json
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -213,8 +216,11 @@ def test_leftovers_of_the_same_target_go_after_a_day(package: Path) -> None:
     assert {path.name for path in package.parent.iterdir()} == {package.name, *names[1:]}
 
 
-def _capture(target: Path, word: str, rounds: int) -> None:
-    for _ in range(rounds):
+def _capture(target: Path, word: str, rounds: int, is_enough: Any = None) -> None:
+    """At least so many times, and until is_enough is set; without it, until it is killed."""
+    for number in count():
+        if number >= rounds and is_enough is not None and is_enough.is_set():
+            return
         with Staging(target) as staging:
             fill(staging.path, word)
             seal_package(staging.path, label(word=word))
@@ -222,27 +228,38 @@ def _capture(target: Path, word: str, rounds: int) -> None:
 
 
 @pytest.fixture
-def start() -> Callable[..., multiprocessing.Process]:
-    context = multiprocessing.get_context("fork")
-
-    def run(*args: object) -> multiprocessing.Process:
-        process = context.Process(target=_capture, args=args)
-        process.start()
-        return process
-
-    return run
+def context() -> Any:
+    return multiprocessing.get_context("fork")
 
 
-def test_captures_at_once_leave_one_whole_package(tmp_path: Path, start: Callable) -> None:
-    target = tmp_path / "package"
-    processes = [start(target, word, 25) for word in ("a", "b")]
+@pytest.fixture
+def start(context: Any) -> Iterator[Callable[..., Any]]:
+    """start(target, word, ...): a process that captures; none outlives the test."""
+    started: list[Any] = []
+
+    def run(*args: object) -> Any:
+        started.append(context.Process(target=_capture, args=args))
+        started[-1].start()
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_captures_at_once_leave_one_whole_package(
+    tmp_path: Path, start: Callable, context: Any
+) -> None:
+    """They are read meanwhile, and go on until one of each was: a busy machine may take turns."""
+    target, is_enough = tmp_path / "package", context.Event()
+    processes = [start(target, word, 25, is_enough) for word in ("a", "b")]
     seen = set()
     while any(process.is_alive() for process in processes):
-        try:
-            manifest = read_manifest(target)
-            seen.add(manifest.facts["word"])
-        except PackageError:
-            continue  # not there yet
+        with contextlib.suppress(PackageError):  # not there yet
+            seen.add(read_manifest(target).facts["word"])
+        if len(seen) == 2 or not all(process.is_alive() for process in processes):
+            is_enough.set()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
@@ -250,14 +267,14 @@ def test_captures_at_once_leave_one_whole_package(tmp_path: Path, start: Callabl
     assert json.loads((target / "ledger.json").read_text()) == manifest.facts["word"]
     for entry in manifest.files:
         checked_file(target, manifest, entry.name)
-    assert seen and [path.name for path in tmp_path.iterdir()] == [target.name]
+    assert seen == {"a", "b"} and [path.name for path in tmp_path.iterdir()] == [target.name]
 
 
 @pytest.mark.parametrize("seconds", [0.002, 0.01, 0.03, 0.08])
 def test_a_killed_capture_leaves_a_whole_package(
     package: Path, start: Callable, seconds: float
 ) -> None:
-    process = start(package, "new", 1000)
+    process = start(package, "new", 0)
     time.sleep(seconds)
     os.kill(process.pid, signal.SIGKILL)
     process.join()

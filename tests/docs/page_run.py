@@ -299,15 +299,15 @@ class PageRun:
             assert kind == "value", f"{block.place}: json {kind}"
 
     def _log_line(self, path: str) -> Any:
-        """The line of the access log for a GET."""
+        """The line of the access log for a GET; lines come behind answers, others' too."""
         lines: queue.Queue[logging.LogRecord] = queue.Queue()
         handler, access = logging.handlers.QueueHandler(lines), logging.getLogger(ACCESS)
+        handler.addFilter(lambda record: vars(record)["fields"]["path"] == path)
         level = access.level
         access.addHandler(handler)
         access.setLevel(logging.INFO)
         try:
             assert self._server.get(path)[0] == 200
-            # The answer is there before its line.
             return json.loads(JsonFormatter().format(lines.get(timeout=60)))
         finally:
             access.removeHandler(handler)

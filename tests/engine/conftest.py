@@ -9,9 +9,9 @@ it did is seen by nobody before collect() tells.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
-from zlib import crc32
 
 import deepseek_recipe as recipe
 import numpy as np
@@ -62,13 +62,22 @@ class FakeStep(LaunchedStep):
     widths: tuple[int, ...] = ()
 
 
+def toy_hash(*parts: object) -> int:
+    """32 bits that depend on every part.
+
+    Not a CRC: that is linear, so that two seeds whose CRCs share their low bits would draw the
+    same tokens at every position.
+    """
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
+
+
 class ToyModel:
     """Next token = hash of the tokens before it; with a temperature, of the seed too."""
 
     def next_token(self, tokens: Sequence[int], temperature: float = 0.0, seed: int = 0) -> int:
         assert STALE not in tokens, "a position that was never written is read"
         noise = (temperature, seed) if temperature else ()
-        value = crc32(repr((tuple(tokens), noise)).encode())
+        value = toy_hash(tuple(tokens), noise)
         return FIRST_BYTE_ID + value % (VOCAB_SIZE - FIRST_BYTE_ID)
 
     def generate(
@@ -337,7 +346,7 @@ class FakeRunner:
         right = 0 if right == "random" else right
         drafts = [t if i < right else (t + 1) % VOCAB_SIZE for i, t in enumerate(truth)]
         if self.drafts == "random":
-            noise = [crc32(repr((i, context)).encode()) for i in range(count)]
+            noise = [toy_hash(i, context) for i in range(count)]
             drafts = [t if x % 4 else x % VOCAB_SIZE for t, x in zip(truth, noise, strict=True)]
         return drafts[: request.max_drafts]
 

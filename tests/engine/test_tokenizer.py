@@ -80,24 +80,30 @@ def test_the_embedded_tokenizer() -> None:
 
 
 def test_other_threads_run_while_a_long_text_is_encoded() -> None:
-    """The server's event loop is one of them."""
+    """The server's event loop is one of them. An encoder that keeps them waiting gives this thread
+    a turn or two at its ends; another one gives more, unless the machine has none to give."""
     embedded = Tokenizer(CONFIGS_DIR / EMBEDDED_CHECKPOINT / "tokenizer.json")
-    began, ended, num_turns = threading.Event(), threading.Event(), 0
 
-    def encode() -> list[int]:
-        began.set()
-        try:
-            return embedded.encode("a b " * 50_000)
-        finally:
-            ended.set()
+    def num_turns(pool: ThreadPoolExecutor) -> int:
+        began, ended, count = threading.Event(), threading.Event(), 0
 
-    with ThreadPoolExecutor(1) as pool:
+        def encode() -> list[int]:
+            began.set()
+            try:
+                return embedded.encode("a b " * 50_000)
+            finally:
+                ended.set()
+
         found = pool.submit(encode)
         assert began.wait(60)
         while not ended.wait(0.001):
-            num_turns += 1
+            count += 1
         assert len(found.result()) == 100_002
-    assert num_turns > 10, "the encoder kept the other threads waiting"
+        return count
+
+    with ThreadPoolExecutor(1) as pool:
+        is_free = any(num_turns(pool) > 10 for _ in range(20))
+    assert is_free, "the encoder kept the other threads waiting"
 
 
 def test_special_tokens_in_a_prompt_are_plain_text(

@@ -1,5 +1,6 @@
 """Drafter training: rounds, the fast parallel part, the losses, and a short run."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decodegrid.graphs.checkpoint import load_model
 from decodegrid.graphs.drafter import DraftModel
 from training.batches import IGNORED, Rows
 from training.draft_forward import (
@@ -21,7 +23,14 @@ from training.draft_forward import (
 )
 from training.fast_forward import FastForward
 from training.schedule import Plan
-from training.train_drafter import DrafterTrainer, DraftPlan, run, start_from_target
+from training.tiny_config import TOKENIZER
+from training.train_drafter import (
+    DrafterTrainer,
+    DraftPlan,
+    run,
+    start_from_target,
+    start_model,
+)
 
 MakeModel = Callable[..., DraftModel]
 STORED_SIZES = {"moe_intermediate_size": 32, "head_dim": 32, "index_head_dim": 32}
@@ -178,3 +187,14 @@ def test_run_logs_and_exports(
     run(trainer, 60.0, tmp_path, save)
     assert len((tmp_path / "drafter.csv").read_text().splitlines()) == 3
     assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
+def test_a_leg_begins_on_the_committed_weights() -> None:
+    """Target and drafter as they are; temperatures of a head that will change are left out."""
+    committed = TOKENIZER.parent
+    raw, model = start_model(Namespace(start="weights", export=committed))
+    stored = load_model(committed).state_dict()
+    started = model.state_dict()
+    assert stored.keys() == started.keys()
+    assert all(torch.equal(started[name], value.float()) for name, value in stored.items())
+    assert "dspark_confidence_temperatures" not in raw["text_config"]

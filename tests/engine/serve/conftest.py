@@ -85,6 +85,12 @@ class RunningServer:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(60)
 
+    def skip(self, seconds: float) -> None:
+        """Have so much time pass for what the event loop waits for: what is due is due now,
+        however fast or slow the machine is until then."""
+        loop, now = self._loop, self._loop.time
+        self.call(lambda: setattr(loop, "time", lambda: now() + seconds))
+
     def take_in(self, rounds: int = 5) -> None:
         """Have the event loop do what is ready, so that whatever clients have sent until now has
         come to its handler, and, for which 2 rounds do, what the engine delivered to its reader."""

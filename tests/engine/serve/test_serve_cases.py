@@ -216,9 +216,11 @@ def test_c8_a_schema_among_free_requests(
 ) -> None:
     """C8: drafts that are wrong or right and none, masked rows and free ones, in one batch."""
     server, llm, runner = start(drafts=drafts, max_num_reqs=6)
+    form: Any = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
+    # The grammar is there from now on: the free rows might end while it is compiled.
+    assert server.post("/v1/completions", {"prompt": [20], **form}).status_code == 200
     gate = hold(runner, "launch")
     choice_gate = hold(runner, "launch_forward")
-    form: Any = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
     bodies: list[dict[str, Any]] = []
     for number, speculation in enumerate(["auto", "off", 2]):
         common: Any = {"model": "tiny", "temperature": 0, "speculation": speculation}
@@ -226,7 +228,8 @@ def test_c8_a_schema_among_free_requests(
         bodies.append({**common, "prompt": [21, number + 30], "max_tokens": 390, **form})
     with ThreadPoolExecutor(len(bodies)) as pool:
         found = [pool.submit(server.post, "/v1/completions", body) for body in bodies]
-        server.wait_until(lambda: len(server.state.queue.open_ids) == len(bodies))
+        engine = server.state.health.engine
+        server.wait_until(lambda: engine.num_open == len(bodies))
         pump(server, (gate, choice_gate), lambda: len(llm.scheduler.running) == len(bodies))
         gate.open()
         choice_gate.open()

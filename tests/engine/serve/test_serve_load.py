@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -125,17 +126,23 @@ def test_waiting_tokens_are_bounded(start: Any, hold: Any) -> None:
 def test_a_request_that_takes_too_long_is_ended(
     start: Any, stream: bool, hold: Any, idle: Any
 ) -> None:
-    server, llm, runner = start("server.request_timeout_s=0.5")
+    server, llm, runner = start("server.request_timeout_s=50")
     gate = hold(runner, "launch", permits=1)
-    body: Any = {"prompt": "abc", "max_tokens": 300, "stream": stream}
-    answer = server.post("/v1/completions", {**GREEDY, **body})
+    body: Any = {**GREEDY, "prompt": "abc", "max_tokens": 300, "stream": stream}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.post, "/v1/completions", body)
+        # The first step is over; in a stream the client has something of it.
+        server.wait_until(lambda: gate.num_passed == 1 and gate.num_waiting == 1)
+        server.take_in()
+        server.skip(50)
+        answer = asked.result()
     if stream:
         assert answer.status_code == 200 and "[DONE]" not in answer.text
         last = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))
     else:
         assert answer.status_code == 504
         last = answer.json()
-    assert last["error"]["code"] == "timeout" and "0.5 s" in last["error"]["message"]
+    assert last["error"]["code"] == "timeout" and "50 s" in last["error"]["message"]
     gate.open()
     server.wait_until(lambda: idle(llm))
     assert server.metric("decodegrid_requests_aborted_total", cause="timeout") == 1

@@ -186,7 +186,7 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
         "       and name.split('.')[1] in parts])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600
     )
     assert done.stdout == "[]\n"
 

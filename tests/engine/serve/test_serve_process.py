@@ -29,6 +29,8 @@ class SlowRunner(toys.FakeRunner):
         time.sleep(1000 if sys.argv[3] == "hangs" else 0.05)
         if sys.argv[3] == "dies":
             raise OSError("the device is gone")
+        if sys.argv[3] == "waits" and sum(entry[0] == "decode" for entry in self.log) == 5:
+            assert sys.stdin.readline() == "go on\\n"
         return super().launch(*args)
 
 from decodegrid.engine import server_process
@@ -55,7 +57,11 @@ class Process:
         words += [word for item in overrides for word in ("--set", item)]
         command = [sys.executable, "-c", SCRIPT, str(conftest), str(tokenizer.path), kind, *words]
         self.child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self.lines: list[str] = []
         """Of standard error."""
@@ -70,9 +76,15 @@ class Process:
                 return message
         raise AssertionError(f"no line {words!r} in {self.lines}")
 
+    def go_on(self) -> None:
+        """Let the toy that waits before its sixth step take it."""
+        assert self.child.stdin is not None
+        self.child.stdin.write("go on\n")
+        self.child.stdin.flush()
+
     def wait(self) -> tuple[int, list[str]]:
         """Exit status and all lines of standard error."""
-        out, err = self.child.communicate(timeout=60)
+        out, err = self.child.communicate(timeout=600)
         assert out == ""
         return self.child.returncode, [*self.lines, *err.splitlines()]
 
@@ -99,11 +111,12 @@ def stream_of(process: Process, num_tokens: int) -> Iterator[Any]:
 
 
 def test_sigterm_lets_streams_end(spawn: Callable[..., Process], toy: Any, tokenizer: Any) -> None:
-    process = spawn("plain")
+    process = spawn("waits")
     stream = stream_of(process, 40)
     text = next(stream).choices[0].text
     process.child.send_signal(signal.SIGTERM)
     process.wait_for("draining: 1 requests are open")
+    process.go_on()
     text += "".join(chunk.choices[0].text for chunk in stream)
     assert text == tokenizer.decode(toy.generate([20, 21], 40))
     status, lines = process.wait()
@@ -131,13 +144,20 @@ def test_a_start_that_fails_or_is_stopped(spawn: Callable[..., Process]) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [("dies", "OSError: the device is gone"), ("hangs", "no step has finished for")],
+    ("kind", "overrides", "words"),
+    [
+        ("dies", (), "OSError: the device is gone"),
+        (
+            "hangs",
+            ("server.stall_s=0.3", "server.stall_exit_s=0.6"),
+            "no step has finished for",
+        ),
+    ],
 )
 def test_an_engine_that_serves_nobody_ends_the_process(
-    spawn: Callable[..., Process], kind: str, words: str
+    spawn: Callable[..., Process], kind: str, overrides: tuple[str, ...], words: str
 ) -> None:
-    process = spawn(kind, "server.stall_s=0.3", "server.stall_exit_s=0.6")
+    process = spawn(kind, *overrides)
     with pytest.raises(openai.APIError):
         next(stream_of(process, 40))
     status, lines = process.wait()

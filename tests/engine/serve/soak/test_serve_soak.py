@@ -51,7 +51,7 @@ class Soak:
     def __init__(
         self, server: Any, reference: Any, rss_mib: Any, seconds: float, needs: tuple[str, ...]
     ) -> None:
-        """It goes on for the seconds, and until every count of `needs` has moved."""
+        """It goes on for the seconds, and one client until every count of `needs` has moved."""
         self._server, self._reference, self._needs = server, reference, needs
         self._rss_mib = rss_mib
         self._end = time.monotonic() + seconds
@@ -95,8 +95,12 @@ class Soak:
             self._malformed, self._burst, self._slow, self._stop,
         )  # fmt: skip
         try:
-            while not self.errors and (time.monotonic() < self._end or self.missing()):
-                assert time.monotonic() < self._end + 120, f"never seen: {self.missing()}"
+            # On a machine that is so slow that answers of some kinds take all their time beside
+            # those of the other clients, they come to one that is alone.
+            while not self.errors and (
+                time.monotonic() < self._end or (client == 0 and self.missing())
+            ):
+                assert time.monotonic() < self._end + 300, f"never seen: {self.missing()}"
                 with self._lock:
                     self.counts["requests"] += 1
                     number = self.counts["requests"] // WINDOW * WINDOW // 2 + rng.randrange(WINDOW)
