@@ -6,12 +6,14 @@ the answers, calibration and long range that other commands measured -> `goals` 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+Form = Literal["quantised", "float"]
+"""How a checkpoint stores its weights: as DeepSeek-V4.1 does, or in bfloat16."""
 STORY_NATS = 2.1
 """Most that held-out stories may cost a token."""
-MEGABYTES = 16.0
-"""Most that the quantised directory's weights may take."""
+MEGABYTES = {"quantised": 16.0, "float": 40.0}
+"""Form -> most that model.safetensors may take."""
 TOKENS_PER_ROUND = {
     ("structured", "1"): 4.8,
     ("structured", "0.6"): 5.4,
@@ -38,8 +40,8 @@ def _at_least(figure: str, limit: float, value: float, form: str) -> Goal:
     return Goal(figure, f">= {limit:{form}}", f"{value:{form}}", value >= limit)
 
 
-def goals(report: dict[str, Any], size: int) -> Iterator[Goal]:
-    """Goals of the parts that `report` has; `size`: bytes of a quantised model.safetensors."""
+def goals(report: dict[str, Any], size: int, form: Form) -> Iterator[Goal]:
+    """Goals of the parts that `report` has; `size`: bytes of the form's model.safetensors."""
     stories = report["domains"]["stories"]
     yield _at_most("stories, nats a token", STORY_NATS, stories["nats_per_token"], ".3f")
     rounding = max(
@@ -47,7 +49,7 @@ def goals(report: dict[str, Any], size: int) -> Iterator[Goal]:
         for domain in report["domains"].values()
     )
     yield _at_most("loss by rounding, nats a token", 0.01, rounding, ".4f")
-    yield _at_most("weights, MB", MEGABYTES, size / 1e6, ".1f")
+    yield _at_most("weights, MB", MEGABYTES[form], size / 1e6, ".1f")
     yield _at_most("most loaded expert over the mean", 1.6, max(report["expert_load"]), ".2f")
     kept = min(report["index_recall"].values())
     yield _at_least("attention mass in the indexer's selection, worst layer", 0.9, kept, ".2f")
@@ -71,10 +73,10 @@ def goals(report: dict[str, Any], size: int) -> Iterator[Goal]:
         yield _at_least(name, 5.0, far["ratio"], ".2f")
 
 
-def goal_table(report: dict[str, Any], size: int) -> str:
+def goal_table(report: dict[str, Any], size: int, form: Form) -> str:
     """The card's section."""
     lines = ["\n## Goals\n\n| figure | goal | reached | |\n|---|---|---|---|\n"]
-    for goal in goals(report, size):
+    for goal in goals(report, size, form):
         verdict = "met" if goal.met else "**missed**"
         lines.append(f"| {goal.figure} | {goal.goal} | {goal.reached} | {verdict} |\n")
     return "".join(lines)

@@ -65,9 +65,13 @@ acceptance were still improving when its learning rate ended.
 
 From step 1,348 on the drafter learned from the fourth leg's target: 440 steps at 0.7 of the peak
 rate, the first half with the divergence loss, the last fifth rounded; the text by the target was
-still that of the third leg. The confidence head was then fitted alone to acceptance at temperature
-0.7 in training rows that the drafter had not seen (`fit_confidence.py`). A new run follows the same
-recipe, not the same bits.
+still that of the third leg. The last leg began on the weights of that one, with a fresh optimizer
+state, at 0.8 of the peak rate, and had 6.0 million tokens, set to 3.6 until step 2,630: the first
+two fifths with the divergence loss, the last 15 % rounded. Up to step 2,630 it saw training text
+and chats that copy, from there on also 401,534 tokens by the fourth leg's target, a third of the
+rows each. The confidence head was then fitted alone to acceptance at temperature 0.7 in training
+rows that the drafter had not seen (`fit_confidence.py`). A new run follows the same recipe, not the
+same bits.
 """
 """What the committed run did otherwise than the commands of `training/README.md` do."""
 
@@ -110,7 +114,7 @@ def write_card(
     title, form = _NAMES[model.config.quantized]
     parts = [
         _INTRO.format(title=title, form=form, millions=millions, size=size / 1e6),
-        goal_table(report, size),
+        goal_table(report, size, "quantised" if model.config.quantized else "float"),
         _architecture(model, drafter),
         _training(meta),
         _measured(report, model),

@@ -4,6 +4,7 @@ Owns the plan of a leg and the count of its progress. A leg is one cycle of the 
 number of tokens; shares are shares of the leg. Does not own the steps (`train_target`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -76,6 +77,11 @@ class Progress:
     def share(self) -> float:
         """Share of the leg that is done."""
         return (self.tokens - self.leg_start) / self.leg_tokens
+
+
+def progress_of(row: Mapping[str, str]) -> Progress:
+    """Where a run stood that logged this row; a leg has yet to begin."""
+    return Progress(int(row["step"]), int(row["tokens"]), float(row["seconds"]))
 
 
 def rate_factor(plan: Plan, step: int, share: float) -> float:

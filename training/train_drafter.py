@@ -42,7 +42,7 @@ from training.fast_forward import Compiler, FastForward
 from training.optimizer import Optimizer
 from training.quantised import round_in_place, rounded_weights
 from training.run_log import BUILD, LOGS, Log, compile_piece, last_row
-from training.schedule import Plan, Progress, rate_factor
+from training.schedule import Plan, Progress, progress_of, rate_factor
 from training.tiny_config import TOKENIZER, build_model, copy_tokenizer
 
 SEED = 20261
@@ -293,8 +293,7 @@ def main() -> int:
     if arguments.start == "state":
         trainer.load(torch.load(arguments.state, weights_only=True))
     elif arguments.start == "weights":
-        last = last_row(LOGS / "drafter.csv")
-        trainer.progress = Progress(int(last["step"]), int(last["tokens"]))
+        trainer.progress = progress_of(last_row(LOGS / "drafter.csv"))
     trainer.progress.enter_leg(arguments.tokens, fresh=arguments.new_leg)
     copy_tokenizer(arguments.export)
     run(trainer, arguments.minutes, LOGS, (arguments.state, arguments.export, raw))

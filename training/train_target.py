@@ -33,7 +33,7 @@ from training.fast_forward import Compiler, FastForward
 from training.optimizer import Optimizer
 from training.quantised import rounded_weights
 from training.run_log import BUILD, LOGS, Log, compile_piece, last_row
-from training.schedule import Plan, Progress, rate_factor
+from training.schedule import Plan, Progress, progress_of, rate_factor
 from training.tiny_config import TOKENIZER, build_model, copy_tokenizer, tiny_config
 
 SEED = 20260
@@ -212,11 +212,11 @@ class TargetTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(*state["progress"])
 
-    def load_weights(self, directory: Path, tokens: int, step: int) -> None:
+    def load_weights(self, directory: Path, progress: Progress) -> None:
         """Continue from exported weights: no optimizer state, so a new leg has to begin."""
         loaded = load_model(directory)
         self.model.load_state_dict(loaded.state_dict())
-        self.progress = Progress(step, tokens)
+        self.progress = progress
 
 
 def run(trainer: TargetTrainer, *, minutes: float, state: Path, export: Path, logs: Path) -> None:
@@ -305,8 +305,7 @@ def begin(trainer: TargetTrainer, arguments: argparse.Namespace) -> None:
     if arguments.start == "state":
         trainer.load(arguments.state)
     elif arguments.start == "weights":
-        last = last_row(LOGS / "target.csv")
-        trainer.load_weights(arguments.export, int(last["tokens"]), int(last["step"]))
+        trainer.load_weights(arguments.export, progress_of(last_row(LOGS / "target.csv")))
     trainer.progress.enter_leg(arguments.tokens, fresh=arguments.new_leg)
 
 

@@ -22,7 +22,8 @@ from training.draft_forward import (
     slot_losses,
 )
 from training.fast_forward import FastForward
-from training.schedule import Plan
+from training.run_log import Log, last_row
+from training.schedule import Plan, Progress, progress_of
 from training.tiny_config import TOKENIZER
 from training.train_drafter import (
     DrafterTrainer,
@@ -198,3 +199,12 @@ def test_a_leg_begins_on_the_committed_weights() -> None:
     assert stored.keys() == started.keys()
     assert all(torch.equal(started[name], value.float()) for name, value in stored.items())
     assert "dspark_confidence_temperatures" not in raw["text_config"]
+
+
+def test_a_leg_on_weights_counts_on_from_the_log(tmp_path: Path) -> None:
+    for row in ({"step": 5, "tokens": 70, "seconds": 1.5}, {"step": 9, "tokens": 90, "seconds": 4}):
+        Log(tmp_path / "log.csv").write(row)
+    progress = progress_of(last_row(tmp_path / "log.csv"))
+    assert progress == Progress(9, 90, 4.0)
+    progress.enter_leg(10, fresh=False)
+    assert (progress.leg_step, progress.leg_start, progress.share()) == (9, 90, 0.0)

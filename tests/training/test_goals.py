@@ -34,7 +34,7 @@ def make_report() -> dict[str, Any]:
 
 
 def test_each_goal_is_judged_by_its_own_figure() -> None:
-    found = {goal.figure: goal for goal in goals(make_report(), 16_000_001)}
+    found = {goal.figure: goal for goal in goals(make_report(), 16_000_001, "quantised")}
     missed = {name for name, goal in found.items() if not goal.met}
     assert missed == {
         "loss by rounding, nats a token",
@@ -53,6 +53,13 @@ def test_parts_that_were_not_measured_have_no_goal() -> None:
     report = make_report()
     for name in ("answers", "calibration", "long_range"):
         del report[name]
-    table = goal_table(report, 15_000_000)
+    table = goal_table(report, 15_000_000, "quantised")
     assert "tokens a round" not in table and "calibration" not in table
     assert "| weights, MB | <= 16.0 | 15.0 | met |" in table
+
+
+def test_each_form_has_its_own_size() -> None:
+    for size, verdict in ((40_000_000, "met"), (40_000_001, "**missed**")):
+        assert f"| weights, MB | <= 40.0 | 40.0 | {verdict} |" in goal_table(
+            make_report(), size, "float"
+        )
