@@ -8,6 +8,8 @@ from decodegrid.kernels.sparse_attention import dense_attention
 
 KEEP = 12
 MODES = ("mask", "compact")
+ATOL = 1e-13
+"""Values are of order one."""
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +81,12 @@ def test_decoding_is_that_of_the_reference(make_bounded, make_prompt, mode, size
 
 
 @pytest.mark.parametrize("kv_cache", ["compute", "v41"])
-def test_both_modes_agree_bit_for_bit(make_model, layer_changes, new_run, make_prompt, kv_cache):
-    """All that decoding may read behind the prompt, and what it then emits and drafts."""
+def test_both_modes_agree(make_model, layer_changes, new_run, make_prompt, kv_cache):
+    """All that decoding may read behind the prompt, and what it then emits and drafts.
+
+    To the rounding of float64: products of other numbers of rows need not be summed in one order,
+    and whether they are changes while a process lives. Records in 8 and 4 bits are equal.
+    """
     dims = {"head_dim": 32, "index_head_dim": 32} if kv_cache == "v41" else {}
     model = make_model(**layer_changes[4], hc_sinkhorn_iters=2, **dims)
     runs = [new_run(model, 2, 3, (3,), kv_cache=kv_cache, bounded=(m, KEEP)) for m in MODES]
@@ -97,8 +103,9 @@ def test_both_modes_agree_bit_for_bit(make_model, layer_changes, new_run, make_p
         (mask, text, logits), (compact, other_text, other_logits) = found
         for name, tensor in mask.items():
             if name not in ("slots.drafts", "slots.confidence"):
-                assert torch.equal(compact[name], tensor), name
-        assert text == other_text and torch.equal(logits, other_logits)
+                torch.testing.assert_close(compact[name], tensor, rtol=0, atol=ATOL, msg=name)
+        assert text == other_text
+        torch.testing.assert_close(other_logits, logits, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("mode", MODES)
