@@ -6,6 +6,7 @@ gives alone; at the end nothing may be held: slots, blocks, tickets, tasks, desc
 memory. `make soak-http` does it for ten minutes; the seconds are in DECODEGRID_SOAK_SECONDS.
 """
 
+import gc
 import http.client
 import json
 import os
@@ -301,6 +302,7 @@ def soak(
         # Connections inherit it, so that answers do not fit into the system's buffers.
         server.server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
         reference.choices(0)  # what is made once for every process
+        gc.collect()
         before = held(server)
         made = Soak(server, reference, rss_mib, seconds, needs)
         made.run()
@@ -315,7 +317,12 @@ def soak(
         assert (queue.num_open, queue.num_waiting_tokens) == (0, 0), "something is held"
         blocks = range(llm.limits.num_blocks)
         assert all(scheduler.blocks.ref_count(block) == 0 for block in blocks)
-        server.wait_until(lambda: held(server) == before, f"more than {before}", patience_s)
+        # Less is right: what other tests of the process left behind may end meanwhile.
+        server.wait_until(
+            lambda: all(held(server)[name] <= count for name, count in before.items()),
+            f"more than {before}",
+            patience_s,
+        )
         assert made.max_buffer < MAX_BUFFER
         quarter = made.rss_at_quarter
         assert quarter is None or rss_mib() - quarter < MAX_GROWTH_MIB
