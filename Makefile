@@ -105,6 +105,7 @@ check: .venv/.ready-dev typing
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/*.py
+	$(BIN)/mypy training
 
 typing:  # a link farm that lets type checkers and editors see decodegrid.<folder>
 	@mkdir -p build/typing/decodegrid

@@ -77,13 +77,20 @@ def forward_window(query: Tensor, keys: Tensor, sink: Tensor, near: Tensor) -> t
 
 
 def backward_window(
-    grad: Tensor, query: Tensor, keys: Tensor, out: Tensor, weights: Tensor, alone: Tensor
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    out: Tensor,
+    weights: Tensor,
+    alone: Tensor,
+    pull: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, keys and sink."""
+    """Gradients of query, keys and sink; `pull` (B, S, H): what a loss on far probabilities adds
+    to the mean slope of a softmax."""
     batch, _, heads, dim = query.shape
     _, count, window, _, width = weights.shape
     rows = (batch, count, window * heads, dim)
-    delta = (grad * out).sum(-1)
+    delta = (grad * out).sum(-1) if pull is None else (grad * out).sum(-1) + pull
     pairs = _near_keys(keys, window)
     slope = _product(grad.reshape(rows), pairs.transpose(-1, -2)).view(weights.shape)
     slope = weights * (slope - delta.view(batch, count, window, heads, 1))
@@ -152,18 +159,47 @@ def forward_joint(
     )
 
 
+def spread_of(weights: list[Tensor], outside: Tensor) -> Tensor:
+    """Mean over rows, queries and heads of the far mass where `outside` (B, S, J) is 1."""
+    total, first = torch.zeros(()), 0
+    for block in weights:
+        last = first + block.shape[1]
+        total = total + (block.sum(2) * outside[:, first:last, : block.shape[-1]]).sum()
+        first = last
+    return total / (outside.shape[0] * outside.shape[1] * weights[0].shape[2])
+
+
+def spread_pull(weights: list[Tensor], push: Tensor) -> Tensor:
+    """(B, S, H) mean slope of each softmax for the slopes `push` (B, S, J) of all its heads."""
+    parts, first = [], 0
+    for block in weights:
+        last = first + block.shape[1]
+        parts.append((block * push[:, first:last, None, : block.shape[-1]]).sum(-1))
+        first = last
+    return torch.cat(parts, 1)
+
+
 def backward_far(
-    grad: Tensor, query: Tensor, far_keys: Tensor, out: Tensor, weights: list[Tensor]
+    grad: Tensor,
+    query: Tensor,
+    far_keys: Tensor,
+    out: Tensor,
+    weights: list[Tensor],
+    push: Tensor | None = None,
+    pull: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compressed keys' share of the query gradient, and their own gradient."""
+    """Compressed keys' share of the query gradient, and their own gradient; `push` (B, S, J) and
+    `pull`: slopes of a loss on the far probabilities, and their mean (`spread_pull`)."""
     batch, dim = query.shape[0], query.shape[-1]
-    delta = (grad * out).sum(-1)
+    delta = (grad * out).sum(-1) if pull is None else (grad * out).sum(-1) + pull
     d_query, d_keys = [], torch.zeros_like(far_keys)
     first = 0
     for block in weights:
         last, end = first + block.shape[1], block.shape[-1]
         rows = grad[:, first:last].reshape(batch, -1, dim)
         slope = torch.bmm(rows, far_keys[:, :end].transpose(1, 2)).view(block.shape)
+        if push is not None:
+            slope = slope + push[:, first:last, None, :end]
         slope = block * (slope - delta[:, first:last].unsqueeze(-1))
         flat = slope.view(batch, -1, end)
         d_query.append(torch.bmm(flat, far_keys[:, :end]))
@@ -192,6 +228,7 @@ class BlockAttention:
         self.window = window
         self.forward_window, self.backward_window = wrap(forward_window), wrap(backward_window)
         self.forward_joint, self.backward_far = wrap(forward_joint), wrap(backward_far)
+        self.spread_of, self.spread_pull = wrap(spread_of), wrap(spread_pull)
 
     def __call__(
         self,
@@ -203,21 +240,26 @@ class BlockAttention:
         far: Tensor | None,
         ratio: int,
         with_mass: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        outside: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """query: (B, S, H, d); keys: (B, S, d); near: from `near_bias`; far_keys: (B, J, d);
-        far: (B, S, J) bias, 0 or -inf. Returns the output and, `with_mass`, the detached mass on
-        compressed keys."""
+        far: (B, S, J) bias, 0 or -inf. Returns the output; `with_mass`, the detached (B, S, J) mass
+        on compressed keys; and with `outside` (B, S, J), 0 or 1, the mean of a head's mass there,
+        which has gradients."""
         if far_keys is None or far is None:
-            return _Window.apply(query, keys, sink, near, self), None
-        out, *weights = _Joint.apply(query, keys, sink, near, far_keys, far, ratio, self)
+            return _Window.apply(query, keys, sink, near, self), None, None
+        out, spread, *weights = _Joint.apply(
+            query, keys, sink, near, far_keys, far, ratio, outside, self
+        )
+        spread = None if outside is None else spread
         if not with_mass:
-            return out, None
+            return out, None, spread
         with torch.no_grad():
             mass = [
                 torch.nn.functional.pad(block.sum(2), (0, far_keys.shape[1] - block.shape[-1]))
                 for block in weights
             ]
-        return out, torch.cat(mass, 1)
+        return out, torch.cat(mass, 1), spread
 
 
 class _Window(torch.autograd.Function):
@@ -248,20 +290,28 @@ class _Joint(torch.autograd.Function):
         far_keys: Tensor,
         far: Tensor,
         ratio: int,
+        outside: Tensor | None,
         owner: BlockAttention,
     ) -> tuple[Tensor, ...]:
         out, near_weights, alone, blocks = owner.forward_joint(
             query, keys, sink, near, far_keys, far, ratio
         )
-        ctx.save_for_backward(query, keys, far_keys, out, near_weights, alone, *blocks)
+        spread = torch.zeros(()) if outside is None else owner.spread_of(blocks, outside)
+        ctx.save_for_backward(query, keys, far_keys, out, near_weights, alone, outside, *blocks)
         ctx.owner = owner
         ctx.mark_non_differentiable(*blocks)
-        return (out, *blocks)
+        return (out, spread, *blocks)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, far_keys, out, near_weights, alone, *blocks = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, d_spread: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, far_keys, out, near_weights, alone, outside, *blocks = ctx.saved_tensors
         grad, owner = grad.contiguous(), ctx.owner
-        d_query, d_keys, d_sink = owner.backward_window(grad, query, keys, out, near_weights, alone)
-        far_query, d_far = owner.backward_far(grad, query, far_keys, out, blocks)
-        return d_query + far_query, d_keys, d_sink, None, d_far, None, None, None
+        push = pull = None
+        if outside is not None:
+            push = outside * (d_spread / query[..., 0].numel())
+            pull = owner.spread_pull(blocks, push)
+        d_query, d_keys, d_sink = owner.backward_window(
+            grad, query, keys, out, near_weights, alone, pull
+        )
+        far_query, d_far = owner.backward_far(grad, query, far_keys, out, blocks, push, pull)
+        return d_query + far_query, d_keys, d_sink, None, d_far, None, None, None, None

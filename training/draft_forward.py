@@ -156,6 +156,6 @@ def slot_losses(
 
 
 def draft_loss(losses: Tensor, live: Tensor) -> Tensor:
-    """Mean over live slots, slot i weighing exp(-i / SLOT_DECAY)."""
+    """Mean over live slots, slot i weighing exp(-i / SLOT_DECAY); 0 where none is live."""
     weights = torch.exp(-torch.arange(losses.shape[1]) / SLOT_DECAY) * live
-    return (losses * weights).sum() / weights.sum()
+    return (losses * weights).sum() / weights.sum().clamp(min=1e-6)

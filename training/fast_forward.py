@@ -80,7 +80,8 @@ class FastForward:
     `compiler` wraps each piece (None: no compilation, for tests and odd shapes). Pieces that work
     token by token see every batch of as many tokens as `layout` in that shape (rows, tokens), so
     that another row length does not compile them again. `loads` holds the (experts,) token counts
-    of each layer of the latest call, for the router-bias update.
+    of each layer of the latest call, for the router-bias update; `spreads`, where asked for, the
+    mean compressed mass of a head outside the indexer's selection, of each layer that has some.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class FastForward:
         self.attend = BlockAttention(config.sliding_window, wrap)
         self.draft_attend = wrap(draft_attend)
         self.loads: list[Tensor] = []
+        self.spreads: list[Tensor] = []
 
     def __call__(
         self,
@@ -111,17 +113,19 @@ class FastForward:
         trace_indexer: bool = False,
         records: bool = False,
         windows_only: bool = False,
+        spread: bool = False,
     ) -> ForwardOutput:
         """Whole sequences from position 0: (B, S) int64, S a multiple of the window.
 
         `dense` ignores the selection: every layer sees all complete compressed entries; the
         indexer then runs only if `trace_indexer`. `records` rounds keys and index queries as a
-        V4.1 cache does. `windows_only` masks all compressed entries off.
+        V4.1 cache does. `windows_only` masks all compressed entries off. `spread`, with both
+        `dense` and `trace_indexer`, fills `spreads`.
         """
         model, config = self.model, self.config
         run = _Run(self, ids, dense, trace_indexer, records)
-        run.windows_only = windows_only
-        self.loads = []
+        run.windows_only, run.spread = windows_only, spread
+        self.loads, self.spreads = [], []
         shape = self.layout_of(ids)
         stream = model.embed(ids.view(shape)).unsqueeze(2).repeat(1, 1, config.hc_mult, 1)
         pre = initial_pre(stream)
@@ -228,11 +232,12 @@ class _Run:
         self.near = near_bias(ids.shape[1], owner.config.sliding_window)
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}
         self.traces: list[IndexTrace] = []
-        self.windows_only = False
+        self.windows_only = self.spread = False
         self.compressed: Tensor | None = None
         self.index_keys: Tensor | None = None
         self.far: Tensor | None = None
         self.candidates: Tensor | None = None
+        self.outside: Tensor | None = None
 
     def attention(self, attn: Attention, x: Tensor) -> Tensor:
         """As `Attention.forward`, with this run as the cross-layer state."""
@@ -261,11 +266,21 @@ class _Run:
         reads_far = attn.ratio > 0 and not self.windows_only
         compressed = self.compressed if reads_far else None
         far = self.far if reads_far else None
-        attended, mass = owner.attend(
-            query, window_keys, attn.attn_sink, self.near, compressed, far, attn.ratio, self.trace
+        attended, mass, spread = owner.attend(
+            query,
+            window_keys,
+            attn.attn_sink,
+            self.near,
+            compressed,
+            far,
+            attn.ratio,
+            self.trace,
+            self.outside,
         )
         if mass is not None:
             self.traces[-1].mass.append(mass)
+        if spread is not None:
+            owner.spreads.append(spread)
         out: Tensor = owner.output(attn, attended, cos, sin)
         return out
 
@@ -291,7 +306,9 @@ class _Run:
         scores = scores.masked_fill(~visible, float("-inf"))
         if self.dense:
             self.traces.append(IndexTrace(attn.layer, scores))
-            return
+            if not self.spread:
+                return
+            scores = scores.detach()
         if attn.layer == config.candidate_source_layer_id:
             self.candidates = candidate_mask(
                 scores.detach(),
@@ -302,6 +319,9 @@ class _Run:
         elif self.candidates is not None:
             scores = scores.masked_fill(~self.candidates, float("-inf"))
         selected = top_k_mask(scores.detach(), config.index_topk)
+        if self.dense:
+            self.outside = (visible & ~selected).to(x.dtype)
+            return
         self.far = torch.zeros(selected.shape).masked_fill(~selected, float("-inf"))
         if self.trace:
             kept = scores.masked_fill(~selected, float("-inf"))

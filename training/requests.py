@@ -116,6 +116,7 @@ def parse_calls(text: str) -> list[tuple[str, Any]]:
     chunks += processor.push(recipe.InferenceChunk.finish(recipe.InferenceFinishReason.Stop))
     response = recipe.ChatCompletionResponse("id", "tiny", 0, 1, 0)
     for chunk in chunks:
+        assert isinstance(chunk, recipe.ChatCompletionChunk)
         response.accumulate(chunk)
     message = json.loads(response.to_json())["choices"][0]["message"]
     calls = [call["function"] for call in message.get("tool_calls") or []]

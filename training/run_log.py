@@ -1,6 +1,7 @@
 """Where training runs put their files, their CSV logs, and how they compile pieces."""
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ class Log:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    def write(self, row: dict[str, float | int | str]) -> None:
+    def write(self, row: Mapping[str, float | str]) -> None:
         """Append a row; the first one of a file writes the header."""
         fresh = not self.path.exists()
         with self.path.open("a", newline="", encoding="utf-8") as stream:

@@ -37,6 +37,9 @@ class Plan:
     """As `prompt_weight`, and an answer's weight, in these rows."""
     index_every: int = 4
     """Steps between updates of the indexer while dense; afterwards each step updates it."""
+    spread_weight: float = 0.0
+    """Weight of the loss on compressed mass outside the indexer's selection, summed over layers; in
+    dense steps that update the indexer."""
     max_norm: float = 1.0
     bias_steps: int = 100
     bias_rates: tuple[float, float] = (1e-2, 2e-3)

@@ -188,9 +188,12 @@ def draw_echo(rng: Random) -> Pair:
     return ask.format(t=text), text
 
 
-def draw_lookup(rng: Random) -> Pair:
-    """Some pairs and a question for one of them."""
-    count = rng.randint(2, 7)
+ASKS = ("What is {k}?", "Value of {k}?", "{k}?", "Look up {k}.")
+"""Questions for the value of a key."""
+
+
+def draw_pairs(rng: Random, count: int) -> dict[str, object]:
+    """Keys with values of one kind."""
     keys = draw_nouns(rng, count) if rng.random() < 0.5 else []
     while len(keys) < count:
         name = draw_name(rng)
@@ -199,15 +202,22 @@ def draw_lookup(rng: Random) -> Pair:
     draw: Callable[[Random], object] = rng.choice(
         (draw_number, draw_code, draw_city, lambda r: r.choice(COLORS), draw_word)
     )
-    pairs = {key: draw(rng) for key in keys}
-    key = rng.choice(keys)
-    ask = rng.choice(("What is {k}?", "Value of {k}?", "{k}?", "Look up {k}."))
+    return {key: draw(rng) for key in keys}
+
+
+def write_pairs(rng: Random, pairs: dict[str, object]) -> str:
+    """A table in one of three forms, with the gap to what follows."""
     form = rng.randrange(3)
     if form == 0:
-        table = _dumps(pairs)
-    elif form == 1:
-        table = ", ".join(f"{k} = {v}" for k, v in pairs.items()) + "."
-    else:
-        table = "\n".join(f"{k}: {v}" for k, v in pairs.items())
-    gap = "\n" if form == 2 else " "
-    return f"{table}{gap}{ask.format(k=key)}", str(pairs[key])
+        return _dumps(pairs) + " "
+    if form == 1:
+        return ", ".join(f"{k} = {v}" for k, v in pairs.items()) + ". "
+    return "\n".join(f"{k}: {v}" for k, v in pairs.items()) + "\n"
+
+
+def draw_lookup(rng: Random) -> Pair:
+    """Some pairs and a question for one of them."""
+    pairs = draw_pairs(rng, rng.randint(2, 7))
+    key = rng.choice(list(pairs))
+    ask = rng.choice(ASKS)
+    return f"{write_pairs(rng, pairs)}{ask.format(k=key)}", str(pairs[key])

@@ -39,7 +39,7 @@ from training.draft_forward import (
     slot_losses,
 )
 from training.fast_forward import Compiler, FastForward
-from training.optimizer import Optimizer
+from training.optimizer import PRODUCTS, Optimizer
 from training.quantised import round_in_place, rounded_weights
 from training.run_log import BUILD, LOGS, Log, compile_piece, last_row
 from training.schedule import Plan, Progress, progress_of, rate_factor
@@ -86,10 +86,10 @@ def start_from_target(model: DraftModel) -> None:
                 continue
             if value.shape[1:] == parameter.shape[1:] and len(value) >= len(parameter):
                 parameter.copy_(value[: len(parameter)])
-    projection = model.mtp[0].main_proj.weight
+    projection = model.mtp[0].get_parameter("main_proj.weight")
     projection.mul_(0.1)
     projection[:, -projection.shape[0] :] += torch.eye(projection.shape[0])
-    model.mtp[-1].norm.weight.copy_(model.norm.weight)
+    model.mtp[-1].get_parameter("norm.weight").copy_(model.norm.weight)
 
 
 class DrafterTrainer:
@@ -221,7 +221,7 @@ def run(
         recent.append(trainer.train_step())
         if progress.step % schedule.log_every == 0 or progress.step <= 2:
             means = {k: float(np.mean([row[k] for row in recent])) for k in recent[0]}
-            row = {"step": progress.step, "tokens": progress.tokens}
+            row: dict[str, float] = {"step": progress.step, "tokens": progress.tokens}
             row |= {"seconds": round(progress.seconds, 1)}
             row |= {name: round(value, 5) for name, value in means.items()}
             recent.clear()
@@ -276,19 +276,27 @@ def main() -> int:
         "--quantised-from", type=float, default=Plan().quantised_from, help="share of the leg"
     )
     parser.add_argument("--divergence-until", type=float, default=0.0, help="share of the leg")
+    parser.add_argument("--uses", type=int, default=DraftPlan().uses, help="see `DraftPlan`")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--products", choices=PRODUCTS, default="float32")
     parser.add_argument("--target", type=Path, default=BUILD / "target.pt")
     parser.add_argument("--state", type=Path, default=BUILD / "drafter.pt")
     parser.add_argument("--export", type=Path, default=BUILD / "export")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    torch.set_float32_matmul_precision(PRODUCTS[arguments.products])
     raw, model = start_model(arguments)
     plan = DraftPlan()
     schedule = dataclasses.replace(
         plan.schedule, peak=arguments.peak, quantised_from=arguments.quantised_from
     )
     sources = read_sources(schedule, raw["bos_token_id"])
-    plan = dataclasses.replace(plan, schedule=schedule, divergence_until=arguments.divergence_until)
+    plan = dataclasses.replace(
+        plan,
+        schedule=schedule,
+        divergence_until=arguments.divergence_until,
+        uses=arguments.uses,
+    )
     trainer = DrafterTrainer(model, sources, plan, compile_piece)
     if arguments.start == "state":
         trainer.load(torch.load(arguments.state, weights_only=True))

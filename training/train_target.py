@@ -12,6 +12,7 @@ did not. What is exported then are the rounded weights.
 
 import argparse
 import dataclasses
+import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -30,7 +31,7 @@ from decodegrid.graphs.engram_vocab import compressed_token_classes
 from decodegrid.graphs.model import MoE
 from training.batches import Rows
 from training.fast_forward import Compiler, FastForward
-from training.optimizer import Optimizer
+from training.optimizer import PRODUCTS, Optimizer
 from training.quantised import rounded_weights
 from training.run_log import BUILD, LOGS, Log, compile_piece, last_row
 from training.schedule import Plan, Progress, progress_of, rate_factor
@@ -150,12 +151,16 @@ class TargetTrainer:
         begin, share = time.perf_counter(), progress.share()
         dense = share < plan.dense_until
         trace = not dense or progress.step % plan.index_every == 0
+        gather = dense and trace and plan.spread_weight > 0
         ids, targets, weights = self.batch(progress.step)
         with self.stored():
-            output = self.fast(ids, dense=dense, trace_indexer=trace, records=self.quantised)
+            output = self.fast(
+                ids, dense=dense, trace_indexer=trace, records=self.quantised, spread=gather
+            )
             loss = self.fast.mean_loss(output, targets, weights)
             extra = index_loss(output.traces) if trace else torch.zeros(())
-            (loss + extra).backward()
+            spread = sum(self.fast.spreads, torch.zeros(()))
+            (loss + extra + plan.spread_weight * spread).backward()
         factor = rate_factor(plan, progress.step - progress.leg_step, share)
         norm = self.optimizer.step(factor, plan.max_norm)
         speed = plan.bias_rates[progress.step >= plan.bias_steps]
@@ -170,6 +175,7 @@ class TargetTrainer:
             "load": worst,
             "factor": factor,
             "dense": float(dense),
+            "spread": float(spread.detach()) if gather else float("nan"),
         }
 
     def heldout(self, rows: int) -> dict[str, float]:
@@ -219,21 +225,28 @@ class TargetTrainer:
         self.progress = progress
 
 
+def logged_figures(recent: list[dict[str, float]]) -> dict[str, float]:
+    """Of the latest step; what has a mean over steps is the mean of those that have it."""
+    means = {}
+    for name in ("loss", "index_kl", "spread"):
+        values = [row[name] for row in recent if not math.isnan(row[name])]
+        means[name] = sum(values) / len(values) if values else math.nan
+    return recent[-1] | means
+
+
 def run(trainer: TargetTrainer, *, minutes: float, state: Path, export: Path, logs: Path) -> None:
     """Train until the leg or the time is over, logging and saving on the way."""
     plan, progress = trainer.plan, trainer.progress
     log, heldout_log = Log(logs / "target.csv"), Log(logs / "target_heldout.csv")
     began = saved = time.perf_counter()
-    losses: list[float] = []
+    recent: list[dict[str, float]] = []
     while progress.share() < 1.0 and time.perf_counter() - began < 60.0 * minutes:
-        figures = trainer.train_step()
-        losses.append(figures["loss"])
+        recent.append(trainer.train_step())
         if progress.step % plan.log_every == 0 or progress.step <= 3:
-            row = {"step": progress.step, "tokens": progress.tokens}
+            row: dict[str, float] = {"step": progress.step, "tokens": progress.tokens}
             row |= {"seconds": round(progress.seconds, 1)}
-            row |= {name: round(value, 5) for name, value in figures.items()}
-            row["loss"] = round(float(np.mean(losses)), 5)
-            losses.clear()
+            row |= {name: round(value, 5) for name, value in logged_figures(recent).items()}
+            recent.clear()
             log.write(row)
             print(row, flush=True)
         if progress.step % plan.heldout_every == 0:
@@ -250,7 +263,8 @@ def run(trainer: TargetTrainer, *, minutes: float, state: Path, export: Path, lo
 def report_heldout(trainer: TargetTrainer, log: Log) -> None:
     """Measure, log and print the held-out losses."""
     figures = trainer.heldout(4)
-    row = {"step": trainer.progress.step, "tokens": trainer.progress.tokens}
+    progress = trainer.progress
+    row: dict[str, float] = {"step": progress.step, "tokens": progress.tokens}
     row |= {name: round(value, 4) for name, value in figures.items()}
     log.write(row)
     print(row, flush=True)
@@ -268,17 +282,25 @@ def main() -> int:
         "--quantised-from", type=float, default=Plan().quantised_from, help="share of the leg"
     )
     parser.add_argument("--copy-rows", type=int, default=0, help="of each step, from `copies`")
+    parser.add_argument("--spread-weight", type=float, default=0.0, help="see `schedule.Plan`")
+    parser.add_argument("--index-every", type=int, default=Plan().index_every)
+    parser.add_argument("--dense-until", type=float, default=Plan().dense_until)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--products", choices=PRODUCTS, default="float32")
     parser.add_argument("--state", type=Path, default=BUILD / "target.pt")
     parser.add_argument("--export", type=Path, default=BUILD / "export")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    torch.set_float32_matmul_precision(PRODUCTS[arguments.products])
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     raw = tiny_config(tokenizer)
     plan = Plan(
         peak=arguments.peak,
         quantised_from=arguments.quantised_from,
         copy_rows=arguments.copy_rows,
+        spread_weight=arguments.spread_weight,
+        index_every=arguments.index_every,
+        dense_until=arguments.dense_until,
     )
     names = ("train", "heldout_stories", "heldout_templated")
     streams = {name: np.load(BUILD / f"{name}.npy") for name in names}

@@ -120,6 +120,15 @@ def test_losses_by_hand() -> None:
     assert abs(float(draft_loss(pair, live)) - (3.0 + 5.0 * late) / (2.0 + late)) < 1e-6
 
 
+def test_rows_without_an_answer_move_nothing() -> None:
+    """Four rows of a long prompt have no live round; a mean over none made every weight NaN."""
+    losses = torch.ones(2, 5, requires_grad=True)
+    loss = draft_loss(losses, torch.zeros(2, 5, dtype=torch.bool))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert losses.grad is not None and not losses.grad.any()
+
+
 def test_batches_take_turns_and_the_target_runs_once_for_each(make_model: MakeModel) -> None:
     stream = np.concatenate([np.r_[0, np.arange(30) % 17 + 3 + s] for s in range(40)])
     rows = Rows(stream.astype(np.uint16), 32, 0, 1)

@@ -85,6 +85,37 @@ def test_mean_loss_weighs_targets(make_model: MakeModel) -> None:
     torch.testing.assert_close(fast.mean_loss(output, targets), each.sum() / 31)
 
 
+def test_spread_is_the_mass_outside_the_selection_and_has_its_gradients(
+    make_model: MakeModel,
+) -> None:
+    """Value from a plain softmax, gradients from differences along the gradient itself."""
+    model = make_model(3).requires_grad_(True)
+    ids = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
+    fast = FastForward(model)
+    names = ("attn_sink", "wq_b.weight", "wkv.weight", "compressor.wkv.weight")
+    moved = [p for n, p in model.layers.named_parameters() if n.endswith(names)]
+
+    def spread() -> Tensor:
+        output = fast(ids, dense=True, trace_indexer=True, spread=True)
+        assert len(fast.spreads) == sum(len(trace.mass) for trace in output.traces) > 0
+        return torch.stack(fast.spreads).sum()
+
+    value = spread()
+    assert 0.0 < float(value.detach()) < len(fast.spreads)
+    slopes = torch.autograd.grad(value, moved, allow_unused=True)
+    found_slopes = [(p, s) for p, s in zip(moved, slopes, strict=True) if s is not None and s.any()]
+    assert len(found_slopes) > 10
+    for parameter, slope in found_slopes:
+        step = 1e-5 * slope / slope.norm()
+        with torch.no_grad():
+            sides = []
+            for sign in (1.0, -2.0, 1.0):
+                parameter.add_(sign * step)
+                sides.append(float(spread()))
+        found = (sides[0] - sides[1]) / 2e-5
+        assert found == pytest.approx(float(slope.norm()), rel=1e-4)
+
+
 def test_selection_changes_the_loss(make_model: MakeModel) -> None:
     """The top-k form differs from the dense one, so that the test above compares two things."""
     model = make_model(3)

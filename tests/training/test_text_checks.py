@@ -48,6 +48,8 @@ def test_planted_names_come_back_with_their_animals() -> None:
         text = vocabulary.decode(list(document.ids))
         names = dict(re.findall(r"there was a little (\w+) named (\w+)\.", text, re.IGNORECASE))
         again = re.findall(r"\n\nThe (\w+) was a little \1 named (\w+)\.", text)
+        again += re.findall(r" The name of the (\w+) was (\w+)\.", text)
+        again += [(a, n) for n, a in re.findall(r' "My name is (\w+)," said the (\w+)\.', text)]
         assert again and all(names[animal] == name for animal, name in again)
         assert {animal for animal, _ in again} == set(names)
 
