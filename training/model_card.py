@@ -56,8 +56,8 @@ half of the copying text asks for what stands further back than a window: tables
 several a document. Compressed mass outside the indexer's selection had a loss of its own, of weight
 0.05, and of 0.2 from step 3,941 on; all entries were visible for the first 86 % of the leg, weights
 and records were rounded in the last 15 %. Products were in bfloat16 on two threads. The best 64
-entries held a quarter to a third of the compressed mass before the leg; a name 310 tokens back had a
-probability of 0.003, 0.02 after 270 steps, 0.65 after 1,100, 0.96 at the end. The leg ran with 12
+entries held a quarter to a third of the compressed mass before the leg; a name 310 tokens back had
+a probability of 0.003, 0.02 after 270 steps, 0.65 after 1,100, 0.96 at the end. The leg ran with 12
 candidate blocks; the model has 24, since 12 are 96 entries, of which two layers had to choose 64.
 
 The drafter had two legs until it was first measured. The first one, of 640 steps, began on earlier
@@ -84,9 +84,9 @@ rows each.
 
 From step 4,710 on it learned from the fifth leg's target, with 166,206 tokens that it wrote: a leg
 of 4.45 million tokens (6.9 until step 5,070, 5.6 until step 5,340) at 0.8 of the peak rate, from
-step 5,070 on with two steps a batch instead of four, products in bfloat16. The confidence head was then fitted alone to acceptance at temperature 0.7 in training
-rows that the drafter had not seen (`fit_confidence.py`). A new run follows the same recipe, not the
-same bits.
+step 5,070 on with two steps a batch instead of four, products in bfloat16. The confidence head was
+then fitted alone to acceptance at temperature 0.7 in training rows that the drafter had not seen
+(`fit_confidence.py`). A new run follows the same recipe, not the same bits.
 """
 """What the committed run did otherwise than the commands of `training/README.md` do."""
 
@@ -101,9 +101,8 @@ _ENDING = """
   still got better with each token when the learning rate ended.
 - Stories wander, change names, and repeat themselves at temperature 0; use 0.6 to 0.7.
 - Sums are often wrong.
-- Its compressed attention spreads over many entries: the best 64 entries hold a quarter to a third
-  of the mass on contexts of 1000 (table above), so no choice of 64 could hold 0.9 of it. A name far
-  back is found by few heads, and helps little.
+- It finds names and values far back where a text comes back to them in the ways of `copies.py`; in
+  stories it still confuses who is who.
 - The teacher's habits (stock names, "once upon a time") are its habits.
 
 ## Licence

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from training.batches import IGNORED, Rows
 from training.optimizer import orthogonalise
 from training.quantised import stored_values
 from training.schedule import Plan, rate_factor
-from training.train_target import TargetTrainer, begin, index_loss, run
+from training.train_target import TargetTrainer, begin, index_loss, logged_figures, run
 
 PLAN = Plan(
     shape=(2, 32),
@@ -112,6 +113,22 @@ def test_some_rows_of_a_step_copy_with_weights_of_their_own(
     assert set(weights[0].tolist()) == {1.0, np.float32(PLAN.prompt_weight)}
     assert set(weights[1].tolist()) == {np.float32(w) for w in plan.copy_weights}
     assert trainer.batch(3)[0].shape == (1, 64)
+
+
+def test_a_loss_on_the_spread_gathers_the_mass(make_raw: Callable[..., dict[str, Any]]) -> None:
+    """The same steps with and without it; it is logged for the steps that have it."""
+    plan = dataclasses.replace(PLAN, dense_until=2.0, long_rows=(), shape=(2, 64))
+    last = []
+    for weight in (1e-9, 3.0):
+        trainer = make_trainer(make_raw, dataclasses.replace(plan, spread_weight=weight))
+        trainer.progress.begin_leg(30 * 128)
+        figures = [trainer.train_step() for _ in range(30)]
+        spreads = [row["spread"] for row in figures[::2]]
+        assert all(math.isnan(row["spread"]) for row in figures[1::2])
+        assert logged_figures(figures)["spread"] == pytest.approx(sum(spreads) / 15)
+        assert math.isnan(logged_figures(figures[1:2])["spread"])
+        last.append(spreads[-1])
+    assert 0 < last[1] < 0.8 * last[0]
 
 
 def test_every_so_many_steps_is_one_long_row(make_raw: Callable[..., dict[str, Any]]) -> None:
