@@ -76,7 +76,7 @@ def tiny_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "index_head_dim": 32,
         "index_topk": 64,
         "candidate_source_layer_id": 4,
-        "candidate_topk_blocks": 12,
+        "candidate_topk_blocks": 24,
         "candidate_block_size": 8,
         "hc_mult": 4,
         "hc_sinkhorn_iters": 20,
