@@ -98,8 +98,8 @@ _ENDING = """
 - Names and numbers of a question do not always come back as they were, least of all in reversed
   lists, and in text that is unlike the templates.
 - It ended with its token budget, not with its loss: `training/logs/curves.png` shows that stories
-  still got better with each token when the learning rate ended.
-- Stories wander, change names, and repeat themselves at temperature 0; use 0.6 to 0.7.
+  still got better with each token when the learning rate ended, and that the drafter did.
+- Stories wander, and repeat themselves at temperature 0; use 0.6 to 0.7.
 - Sums are often wrong.
 - It finds names and values far back where a text comes back to them in the ways of `copies.py`; in
   stories it still confuses who is who.
