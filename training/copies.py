@@ -4,8 +4,9 @@ Owns the choice of such documents. In the training text few of an answer's token
 that target and drafter need many steps before they learn to look one up; here most are. Four
 kinds: short chats (`_draw_chat`), runs of tool calls on one preamble (`_draw_calls`), tables that
 several questions look things up in (`_draw_table`), and names at the start of a text that its end
-asks for (`_draw_planted`, one of its wordings being the one that `long_range` measures). In the
-last two most copies come from further back than a window.
+asks for (`_draw_planted`, one of its wordings being the one that `long_range` measures). Half of
+the answers of calls and tables, and a third of those of planted names, stand further back than a
+window of 64.
 Data flow: templates and training-side stories -> documents of the training side ->
 build/training/copies.npy and copies_answers.npy.
 """
