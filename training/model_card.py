@@ -53,7 +53,8 @@ The fifth leg, of 4.6 million tokens at 0.8 of the peak rate, began on the weigh
 with a fresh optimizer state; its length was set to 6.5 million tokens first, to 5.6 at step 2,720
 and to 4.6 at step 3,220. Two of four rows of 512 copied up to step 3,941, one from there on, and
 half of the copying text is tables and planted names, several a document; a third to a half of their
-answers stand further back than a window. Compressed mass outside the indexer's selection had a loss of its own, of weight
+answers stand further back than a window. Compressed mass outside the indexer's selection had a loss
+of its own, of weight
 0.05, and of 0.2 from step 3,941 on; all entries were visible for the first 86 % of the leg, weights
 and records were rounded in the last 15 %. Products were in bfloat16 on two threads. The best 64
 entries held a quarter to a third of the compressed mass before the leg; a name 310 tokens back had
