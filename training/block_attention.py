@@ -76,6 +76,12 @@ def forward_window(query: Tensor, keys: Tensor, sink: Tensor, near: Tensor) -> t
     return out.view(batch, length, heads, dim), weights, alone / total
 
 
+def _mean_slope(grad: Tensor, out: Tensor, pull: Tensor | None) -> Tensor:
+    """(B, S, H) what a softmax takes off every slope; `pull` as in `backward_window`."""
+    delta = (grad * out).sum(-1)
+    return delta if pull is None else delta + pull
+
+
 def backward_window(
     grad: Tensor,
     query: Tensor,
@@ -90,7 +96,7 @@ def backward_window(
     batch, _, heads, dim = query.shape
     _, count, window, _, width = weights.shape
     rows = (batch, count, window * heads, dim)
-    delta = (grad * out).sum(-1) if pull is None else (grad * out).sum(-1) + pull
+    delta = _mean_slope(grad, out, pull)
     pairs = _near_keys(keys, window)
     slope = _product(grad.reshape(rows), pairs.transpose(-1, -2)).view(weights.shape)
     slope = weights * (slope - delta.view(batch, count, window, heads, 1))
@@ -191,7 +197,7 @@ def backward_far(
     """Compressed keys' share of the query gradient, and their own gradient; `push` (B, S, J) and
     `pull`: slopes of a loss on the far probabilities, and their mean (`spread_pull`)."""
     batch, dim = query.shape[0], query.shape[-1]
-    delta = (grad * out).sum(-1) if pull is None else (grad * out).sum(-1) + pull
+    delta = _mean_slope(grad, out, pull)
     d_query, d_keys = [], torch.zeros_like(far_keys)
     first = 0
     for block in weights:

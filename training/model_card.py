@@ -54,12 +54,12 @@ with a fresh optimizer state; its length was set to 6.5 million tokens first, to
 and to 4.6 at step 3,220. Two of four rows of 512 copied up to step 3,941, one from there on, and
 half of the copying text is tables and planted names, several a document; a third to a half of their
 answers stand further back than a window. Compressed mass outside the indexer's selection had a loss
-of its own, of weight
-0.05, and of 0.2 from step 3,941 on; all entries were visible for the first 86 % of the leg, weights
-and records were rounded in the last 15 %. Products were in bfloat16 on two threads. The best 64
-entries held a quarter to a third of the compressed mass before the leg; a name 310 tokens back had
-a probability of 0.003, 0.02 after 270 steps, 0.65 after 1,100, 0.96 at the end. The leg ran with 12
-candidate blocks; the model has 24, since 12 are 96 entries, of which two layers had to choose 64.
+of its own, of weight 0.05, and of 0.2 from step 3,941 on; all entries were visible for the first 86
+% of the leg, weights and records were rounded in the last 15 %. Products were in bfloat16 on two
+threads. The best 64 entries held a quarter to a third of the compressed mass before the leg; a name
+310 tokens back had a probability of 0.003, 0.02 after 270 steps, 0.65 after 1,100, 0.96 at the end.
+The leg ran with 12 candidate blocks; the model has 24, since 12 are 96 entries, of which two layers
+had to choose 64.
 
 The drafter had two legs until it was first measured. The first one, of 640 steps, began on earlier
 states of the target (its first 88 steps, and steps 291 to 400) and drafted all kinds of tokens. The
